@@ -1,0 +1,176 @@
+"""Every error that k31compile raises on purpose: one class each, with a stable code and a remedy.
+
+The text of an error is always one line, ``K31-0xxx: what (where); do this``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+
+class K31Error(Exception):
+    """Anything that k31compile refuses or fails at; every other error here is one of these."""
+
+    code: ClassVar[str] = "K31-0001"
+    default_hint: ClassVar[str] = ""
+
+    def __init__(self, what: str, where: str = "", hint: str | None = None) -> None:
+        # All three stay in args: an error raised in a worker process must survive being pickled.
+        super().__init__(what, where, hint)
+        self.what = what
+        self.where = where
+        self.hint = self.default_hint if hint is None else hint
+
+    def __str__(self) -> str:
+        text = f"{self.code}: {self.what}"
+        if self.where:
+            text += f" ({self.where})"
+        if self.hint:
+            text += f"; {self.hint}"
+        return " ".join(text.split())
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the error as the ``--json`` output of a command shows it."""
+        return {
+            "code": self.code,
+            "error": type(self).__name__,
+            "what": self.what,
+            "where": self.where,
+            "hint": self.hint,
+        }
+
+
+class OptionError(K31Error):
+    """An option that does not exist, or a value that an option does not take."""
+
+    code = "K31-0101"
+    default_hint = "see k31compile.Options for the options and what each takes"
+
+
+class NotBuiltYetError(K31Error):
+    """Something that the interface names and this version does not have yet."""
+
+    code = "K31-0102"
+    default_hint = "leave it out"
+
+
+class UsageError(K31Error):
+    """A command that was called in a way that cannot work."""
+
+    code = "K31-0103"
+    default_hint = "see --help"
+
+
+class EntryError(K31Error):
+    """An Entry whose parts do not fit together, or a factory that does not return one."""
+
+    code = "K31-0104"
+    default_hint = "write Entry(name, model, args, kwargs, dynamic={path: {dim: (name, min, max)}})"
+
+
+class MissingDependencyError(K31Error):
+    """An optional package that a command or target needs is not installed."""
+
+    code = "K31-0105"
+    default_hint = "install the extra that brings it"
+
+
+class TraceError(K31Error):
+    """A graph that could not be turned into functional ATen operators."""
+
+    code = "K31-0201"
+    default_hint = "the graph can run unfused with backend='inductor'; please report it with the model's code"
+
+
+class BudgetError(TraceError):
+    """A trace or a confirmation that would grow beyond its budget."""
+
+    code = "K31-0202"
+    default_hint = "move the unrolled loop into a function of its own, or shorten the traced length"
+
+
+class PassError(K31Error):
+    """A pass that is registered twice, orders itself after an unknown one, or closes a cycle."""
+
+    code = "K31-0203"
+    default_hint = "run `k31 passes` to see all passes and their order"
+
+
+class InvariantError(K31Error):
+    """A pass changed something that a pass must keep: shapes, types, strides, or the order of mutations."""
+
+    code = "K31-0204"
+    default_hint = "the pass was undone; leave its fusion out with options={'fuse': [...]}"
+
+
+class ConfirmationError(K31Error):
+    """A region that looks like a known operator and does not compute what that operator computes."""
+
+    code = "K31-0205"
+    default_hint = "the region was left as it was written"
+
+
+class StrictError(K31Error):
+    """Under strict=True: an undone pass, a fall-back, a reached recompile limit or a near miss."""
+
+    code = "K31-0206"
+    default_hint = "compile without strict to get a report of it instead"
+
+
+class OperatorError(K31Error):
+    """A k31 operator that was called with tensors which it does not take."""
+
+    code = "K31-0301"
+    default_hint = "see the operator's schema and reference in k31compile/kernels"
+
+
+class BuildError(K31Error):
+    """A kernel that could not be built on this machine."""
+
+    code = "K31-0302"
+    default_hint = "run `k31 doctor`; without a C++ compiler the reference implementations serve"
+
+
+class TargetError(K31Error):
+    """A target that cannot take this graph, or is not available on this machine."""
+
+    code = "K31-0401"
+    default_hint = "choose another target with options={'target': 'cpu'}"
+
+
+class StoreError(K31Error):
+    """A folder or file of ours that is missing, not the user's own, or open to others."""
+
+    code = "K31-0501"
+    default_hint = "set K31_CACHE_DIR to a folder of your own with mode 0700"
+
+
+class CheckError(K31Error):
+    """A compiled model whose results differ from the ones it was checked against."""
+
+    code = "K31-0601"
+    default_hint = "run `k31 check` with --json for the first stage that differs"
+
+
+def all_errors() -> Iterator[type[K31Error]]:
+    """Yield K31Error and every class derived from it, ordered by code."""
+
+    def below(cls: type[K31Error]) -> Iterator[type[K31Error]]:
+        yield cls
+        for child in cls.__subclasses__():
+            yield from below(child)
+
+    yield from sorted(below(K31Error), key=lambda cls: cls.code)
+
+
+def explain_code(code: str) -> str:
+    """Return what an error code means and what to do about it; the code may be short, as in ``101``."""
+    digits = code.upper().removeprefix("K31-").lstrip("0").zfill(4)
+    for cls in all_errors():
+        if cls.code == f"K31-{digits}":
+            meaning = " ".join((cls.__doc__ or "").split())
+            remedy = f" What to do: {cls.default_hint}." if cls.default_hint else ""
+            return f"{cls.code} ({cls.__name__}): {meaning}{remedy}"
+    known = ", ".join(cls.code for cls in all_errors())
+    raise UsageError(f"there is no error code {code!r}", hint=f"known codes: {known}")

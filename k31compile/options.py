@@ -1,0 +1,171 @@
+"""The options of the compiler: one frozen dataclass, validated before anything is compiled."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NoReturn
+
+from k31compile.errors import NotBuiltYetError, OptionError
+
+FUSIONS = ("lightning_indexer", "sparse_flash_attention", "static_top_k")
+"""The fusions that this version has."""
+
+PLANNED_FUSIONS = (
+    "attn_res_prepare",
+    "attn_res_update",
+    "gated_delta_chunk",
+    "gated_delta_recurrent",
+    "gated_rms_norm",
+    "grouped_experts",
+    "indexer_prolog",
+    "kda_chunk",
+    "kda_recurrent",
+    "lightning_indexer_quant",
+    "mega_kda",
+    "mla_prolog",
+    "moe_gating_top_k",
+    "mx_quant",
+    "short_conv",
+    "sparse_flash_attention_quant",
+    "tile_quant",
+)
+"""Names of the interface whose fusions are not built yet; asking for one is refused as such."""
+
+# torch.compile takes this key out of the options itself; where a version hands it on, it is not ours.
+_FOREIGN_KEYS = frozenset({"guard_filter_fn"})
+
+# option -> (the values that work, the values that the interface names and that are not built yet)
+_VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "target": ((None, "cpu"), ("cuda", "ascend-a3", "ascend-950")),
+    "quant": (("none",), ("layered",)),
+    "layout": (("auto", "nd"), ("nz",)),
+    "streams": (("auto", 1), (2, 3, 4)),
+    "super_kernel": ((True, False), ()),
+    "codegen": (("inductor", "ops"), ("tiered",)),
+    "strict": ((False, True), ()),
+    "guards": (("safe",), ("modules", "none")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may choose; every field has a default that suits most models.
+
+    Attributes:
+        target: where the graph will run; None follows the device of the inputs (cpu for meta tensors).
+        fuse: "all", or the names of the fusions that may happen (an empty list for none).
+        quant: "none"; quantised arithmetic is never chosen silently.
+        layout: "auto" or "nd", the memory layout of weights.
+        streams: "auto" or 1, how many streams a schedule may use.
+        super_kernel: whether launch-bound regions may be merged on targets that can.
+        cache: whether compiled graphs may be kept (True) or not (False).
+        codegen: "inductor" builds the code around our operators; "ops" runs it as it is, at once.
+        strict: raise where the report would otherwise only tell.
+        lock: path of a fusion contract.
+        guards: which guards a compiled function keeps.
+
+    """
+
+    target: str | None = None
+    fuse: Literal["all"] | tuple[str, ...] = "all"
+    quant: str = "none"
+    layout: str = "auto"
+    streams: str | int = "auto"
+    super_kernel: bool = True
+    cache: bool | str = True
+    codegen: str = "inductor"
+    strict: bool = False
+    lock: str | None = None
+    guards: str = "safe"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fuse", _checked_fuse(self.fuse))
+        for name, (built, planned) in _VALUES.items():
+            _check_value(name, getattr(self, name), built, planned)
+        if not isinstance(self.cache, bool):
+            if not isinstance(self.cache, str | os.PathLike):
+                _bad_value("cache", self.cache, (True, False))
+            _not_built("cache", self.cache, "True and False work today, a path or URL of a store does not")
+        if self.lock is not None:
+            _not_built("lock", self.lock, "the fusions of a graph are in its report")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any] | None) -> Options:
+        """Build options from what a user gave to ``torch.compile(..., options=...)``."""
+        given = {key: value for key, value in (mapping or {}).items() if key not in _FOREIGN_KEYS}
+        known = [field.name for field in fields(cls)]
+        for key in given:
+            if key not in known:
+                raise OptionError(f"there is no option {key!r}", hint=_nearest(key, known))
+        return cls(**given)
+
+    def fuses(self, name: str) -> bool:
+        """Tell whether the fusion of this name may happen."""
+        if name not in FUSIONS:
+            raise OptionError(f"there is no fusion {name!r}", hint=_nearest(name, FUSIONS))
+        return self.fuse == "all" or name in self.fuse
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as plain JSON values."""
+        values = asdict(self)
+        values["fuse"] = "all" if self.fuse == "all" else list(self.fuse)
+        return values
+
+    def stable_hash(self) -> str:
+        """Return a hash that is equal in every process for equal options."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _checked_fuse(value: Any) -> Literal["all"] | tuple[str, ...]:
+    if value == "all":
+        return "all"
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        one = f"; write fuse=[{value!r}]" if value in FUSIONS else ""
+        raise OptionError(
+            f"option 'fuse' does not take {value!r}",
+            hint=f"it takes 'all' or a list of {', '.join(FUSIONS)}{one}",
+        )
+    names = list(value)
+    for name in names:
+        if name in PLANNED_FUSIONS:
+            _not_built("fuse", name, f"available: {', '.join(FUSIONS)}")
+        if name not in FUSIONS:
+            raise OptionError(f"option 'fuse' has no fusion {name!r}", hint=_nearest(str(name), FUSIONS))
+    return tuple(sorted(set(names)))
+
+
+def _check_value(name: str, value: Any, built: tuple[Any, ...], planned: tuple[Any, ...]) -> None:
+    # By type too: True == 1 must not pass for a number of streams, nor 1 for a switch.
+    if any(type(value) is type(known) and value == known for known in built):
+        return
+    if any(type(value) is type(known) and value == known for known in planned):
+        _not_built(name, value, f"available: {_listed(built)}")
+    _bad_value(name, value, built)
+
+
+def _bad_value(name: str, value: Any, built: tuple[Any, ...]) -> NoReturn:
+    hint = f"it takes {_listed(built)}"
+    close = difflib.get_close_matches(str(value), [known for known in built if isinstance(known, str)], n=1)
+    if close:
+        hint += f"; did you mean {close[0]!r}?"
+    raise OptionError(f"option {name!r} does not take {value!r}", hint=hint)
+
+
+def _not_built(name: str, value: Any, available: str) -> NoReturn:
+    raise NotBuiltYetError(f"option {name}={value!r} is not built yet", hint=available)
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
+    return f"did you mean {close!r}? known: {', '.join(names)}"
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(repr(value) for value in values)

@@ -1,0 +1,70 @@
+"""How a report looks on a terminal and as plain text."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from k31compile.report import Report
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the headline, then fusions, refusals (near misses first), notes, evidence and costs."""
+    style = "bold green" if report.fused else "bold white on red"
+    console.print(f"[{style}]{escape(report.headline())}[/]", soft_wrap=True)
+    if report.fused or report.contains:
+        console.print(_fusion_table(report))
+    for refusal in report.near_misses_first():
+        label = "near miss" if refusal.near_miss else "refused"
+        console.print(f"[yellow]{label}[/] {escape(str(refusal))}", soft_wrap=True)
+    for note in report.notes:
+        console.print(f"[cyan]note[/] {escape(note)}", soft_wrap=True)
+    for confirmation in report.confirmations:
+        console.print(f"[dim]{escape(confirmed(confirmation))}[/]", soft_wrap=True)
+    console.print(escape(_summary(report)), soft_wrap=True, highlight=False)
+
+
+def as_text(report: Report) -> str:
+    """Return the report as plain text, without colour and independent of the terminal."""
+    buffer = io.StringIO()
+    show(report, Console(file=buffer, width=110, color_system=None, force_terminal=False))
+    return buffer.getvalue().rstrip()
+
+
+def confirmed(confirmation: dict[str, Any]) -> str:
+    """Say what a confirmation is: evidence from samples, with its sizes and tolerance."""
+    text = f"{confirmation['name']}: confirmed on {confirmation['samples']} samples in float64"
+    details = [
+        f"{label} {confirmation[key]}"
+        for key, label in (("sizes", "sizes"), ("tolerance", "tolerance"), ("worst_error", "worst error"))
+        if confirmation.get(key) is not None
+    ]
+    return f"{text} ({', '.join(details)})" if details else text
+
+
+def _fusion_table(report: Report) -> Table:
+    table = Table("operator", "call sites", "inside larger ones", "provider", "why")
+    for name in sorted(report.fused | report.contains):
+        provider = report.providers.get(name, {})
+        table.add_row(
+            escape(name),
+            str(report.fused.get(name, 0)),
+            str(report.contains.get(name, 0)),
+            escape(provider.get("provider", "")),
+            escape(provider.get("why", "")),
+        )
+    return table
+
+
+def _summary(report: Report) -> str:
+    seconds = sum(report.phases.values())
+    phases = ", ".join(f"{name} {spent:.2f} s" for name, spent in report.phases.items())
+    graphs = "1 graph" if report.graphs == 1 else f"{report.graphs} graphs"
+    breaks = "1 break" if report.graph_breaks == 1 else f"{report.graph_breaks} breaks"
+    text = f"{graphs}, {breaks}, {report.nodes_before} nodes before and {report.nodes_after} after"
+    return f"{text}; {seconds:.2f} s ({phases})" if phases else text
