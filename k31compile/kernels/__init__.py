@@ -1,0 +1,21 @@
+"""The ``k31::`` operators: schema, fake, reference (the definition), and faster providers beside it.
+
+Importing this package registers the operators; nothing is compiled until the first call that wants it.
+"""
+
+if not __name__.startswith("k31compile."):
+    # The repository root holds a link of this name: imported through it, every operator would be defined twice.
+    raise ImportError(f"import k31compile.kernels instead of {__name__}")
+
+from k31compile.kernels.lightning_indexer import lightning_indexer_reference
+from k31compile.kernels.registry import OPERATORS, Operator, Provider, provider_for
+from k31compile.kernels.sparse_flash_attention import sparse_flash_attention_reference
+
+__all__ = [
+    "OPERATORS",
+    "Operator",
+    "Provider",
+    "lightning_indexer_reference",
+    "provider_for",
+    "sparse_flash_attention_reference",
+]

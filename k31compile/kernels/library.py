@@ -1,0 +1,43 @@
+"""The one ``k31`` operator library, and how an operator enters it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from k31compile.kernels.registry import OPERATORS, Operator, Provider
+
+# Library.define instead of @custom_op: the latter costs ten times more per call, which decode would notice.
+LIBRARY = torch.library.Library("k31", "DEF")
+
+
+def register_operator(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    reference: Callable[..., Any],
+    providers: tuple[Provider, ...] = (),
+) -> Operator:
+    """Define ``k31::<schema>`` with its fake and its reference, and list it in `OPERATORS`.
+
+    `providers` stand in order of preference; the reference serves whatever they decline. Tensors that are not on
+    the CPU go to the reference directly. Raises ValueError when the name is taken.
+    """
+    name = schema.partition("(")[0].strip()
+    if name in OPERATORS:
+        raise ValueError(f"operator k31::{name} is defined twice")
+    operator = Operator(name, schema, reference, (*providers, reference_provider(reference)))
+    # pt2_compliant: fake and real agree (the suite runs opcheck on each operator).
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"k31::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, operator.run, "CPU")
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    OPERATORS[name] = operator
+    return operator
+
+
+def reference_provider(reference: Callable[..., Any]) -> Provider:
+    """The provider that every operator ends with: the definition itself, available everywhere."""
+    return Provider("reference", lambda: (True, "plain torch, always there"), reference)

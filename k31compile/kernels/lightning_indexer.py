@@ -1,0 +1,160 @@
+"""``k31::lightning_indexer``: the best `sparse_count` cache positions of every query row (K3.1 spec 2.8).
+
+    score[b, t, s] = sum_h weights[b, t, h] * relu(query[b, t, h] . key[b, s])
+
+The result is a set: a larger score wins, equal scores go to the lower position, NaN counts as the largest.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from k31compile.kernels import paging
+from k31compile.kernels.errors import require
+from k31compile.kernels.library import register_operator
+from k31compile.kernels.visibility import check_lengths, visible_lengths
+
+SCHEMA = (
+    "lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+    "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', str layout_key='BSND', "
+    "SymInt sparse_count=2048, int sparse_mode=3, str order='position', str tail='minus_one') -> Tensor"
+)
+_BLOCK_ELEMENTS = 1 << 22
+
+
+def lightning_indexer_fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    actual_seq_lengths_query: torch.Tensor | None = None,
+    actual_seq_lengths_key: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    order: str = "position",
+    tail: str = "minus_one",
+) -> torch.Tensor:
+    """Shape and dtype of the result, int32 [B, T, 1, sparse_count]; sizes may be symbolic and stay so."""
+    require(query.dim() == 4, f"query must be [B, T, H, D], not {query.dim()}-dimensional")
+    check_words(layout_query, order, tail)
+    return query.new_empty((query.shape[0], query.shape[1], 1, sparse_count), dtype=torch.int32)
+
+
+def check_words(layout_query: str, order: str, tail: str) -> None:
+    """Check the arguments that are words."""
+    require(layout_query == "BSND", f"layout_query must be 'BSND', not {layout_query!r}")
+    require(order in ("position", "score"), f"order must be 'position' or 'score', not {order!r}")
+    require(tail in ("minus_one", "lowest"), f"tail must be 'minus_one' or 'lowest', not {tail!r}")
+
+
+def check_arguments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    block_table: torch.Tensor | None,
+    layout_key: str,
+    sparse_count: int,
+    tail: str,
+) -> None:
+    """Check dtypes and shapes of real tensors; every provider calls this before it reads anything."""
+    require(query.dim() == 4, f"query must be [B, T, H, D], not {list(query.shape)}")
+    batch, rows, heads, width = query.shape
+    for name, tensor in (("query", query), ("key", key), ("weights", weights)):
+        require(tensor.dtype.is_floating_point, f"{name} must be floating point, not {tensor.dtype}")
+        require(tensor.device == query.device, f"{name} is on {tensor.device}, query on {query.device}")
+    paging.check_cache("key", key, batch, block_table, layout_key, "layout_key")
+    require(key.shape[2] == 1, f"key must have one head, not {key.shape[2]}")
+    require(key.shape[3] == width, f"key has {key.shape[3]} features, query {width}")
+    require(
+        tuple(weights.shape) == (batch, rows, heads),
+        f"weights must have shape [{batch}, {rows}, {heads}], not {list(weights.shape)}",
+    )
+    require(sparse_count >= 0, f"sparse_count must not be negative, is {sparse_count}")
+    limit = paging.positions(key, block_table)
+    require(
+        tail == "minus_one" or sparse_count <= limit,
+        f"tail='lowest' fills with positions, but sparse_count {sparse_count} exceeds the {limit} positions",
+    )
+
+
+def lightning_indexer_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    actual_seq_lengths_query: torch.Tensor | None = None,
+    actual_seq_lengths_key: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    order: str = "position",
+    tail: str = "minus_one",
+) -> torch.Tensor:
+    """Select positions; the definition of the operator, in row blocks.
+
+    Args:
+        query: [B, T, H, D]; key: [B, S, 1, D], or pages [blocks, page, 1, D] with `layout_key='PA_BSND'`;
+            weights: [B, T, H]. Any mix of float dtypes; scores are float64 when query or key is, else float32.
+        actual_seq_lengths_query: integers [B]; actual_seq_lengths_key: integers [B] or [B, T] (see visibility).
+        block_table: integers [B, max_blocks].
+        order: "position" lists the selected ascending, "score" by descending score.
+        tail: what follows them in a row that sees fewer than `sparse_count`: -1 ("minus_one") or the lowest positions
+            that were not selected, ascending ("lowest").
+
+    Returns int32 [B, T, 1, sparse_count]. Raises OperatorError on anything outside this contract.
+    """
+    check_words(layout_query, order, tail)
+    check_arguments(query, key, weights, block_table, layout_key, sparse_count, tail)
+    batch, rows, heads, _ = query.shape
+    check_lengths((batch, rows), actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode)
+    limit = paging.positions(key, block_table)
+    visible = visible_lengths(
+        (batch, rows), limit, actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode, query.device
+    )
+    result = torch.empty((batch, rows, 1, sparse_count), dtype=torch.int32, device=query.device)
+    step = max(1, _BLOCK_ELEMENTS // max(1, heads * limit))
+    place = torch.arange(limit, device=query.device)
+    for request in range(batch):
+        seen = place < visible[request].max() if rows else place < 0
+        keys = paging.slots(key, block_table, request, place, seen)[:, 0]
+        for start in range(0, rows, step):
+            block = (request, slice(start, start + step))
+            scores = _scores(query[block], keys, weights[block])
+            result[block] = _select(scores, visible[block], sparse_count, order, tail)[:, None]
+    return result
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    wide = torch.float64 in (query.dtype, keys.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    with torch.autocast(query.device.type, enabled=False):
+        dots = torch.relu(query.to(dtype) @ keys.to(dtype).T)
+        return (weights.to(dtype)[..., None] * dots).sum(1)
+
+
+def _select(scores: torch.Tensor, visible: torch.Tensor, count: int, order: str, tail: str) -> torch.Tensor:
+    limit = scores.shape[1]
+    place = torch.arange(limit, device=scores.device)
+    hidden = place >= visible[:, None]
+    # Stable and descending: NaN first, ties by position; hidden positions lose even against a visible -inf.
+    ranked = torch.sort(scores.masked_fill(hidden, -torch.inf), dim=1, stable=True, descending=True).indices
+    ranked = torch.nn.functional.pad(ranked[:, :count], (0, max(0, count - limit)))
+    slot = torch.arange(count, device=scores.device)
+    empty = slot >= visible[:, None]
+    if order == "position":
+        ranked = ranked.masked_fill(empty, limit).sort(dim=1).values
+    # A row with a tail selected all that it sees, so the lowest unselected position of slot j is j.
+    filler = slot if tail == "lowest" else torch.full_like(slot, -1)
+    return torch.where(empty, filler, ranked).to(torch.int32)
+
+
+OPERATOR = register_operator(
+    SCHEMA,
+    fake=lightning_indexer_fake,
+    reference=lightning_indexer_reference,
+)

@@ -1,0 +1,60 @@
+"""Reading a cache that is one tensor per request or pages behind a block table (K3.1 spec 2.13)."""
+
+from __future__ import annotations
+
+import torch
+
+from k31compile.kernels.errors import require
+
+CONTIGUOUS = "BSND"
+PAGED = "PA_BSND"
+
+
+def check_cache(
+    name: str, cache: torch.Tensor, batch: int, block_table: torch.Tensor | None, layout: str, layout_name: str
+) -> None:
+    """Check rank, layout word and block table of a cache [B,S,N,D] or pages [blocks,page,N,D]."""
+    require(layout in (CONTIGUOUS, PAGED), f"{layout_name} must be 'BSND' or 'PA_BSND', not {layout!r}")
+    require(cache.dim() == 4, f"{name} must have 4 dimensions, not {cache.dim()}")
+    if layout == CONTIGUOUS:
+        require(block_table is None, f"block_table belongs to {layout_name}='PA_BSND', this call says 'BSND'")
+        require(cache.shape[0] == batch, f"{name} holds {cache.shape[0]} requests, the query {batch}")
+        return
+    if block_table is None:
+        raise_missing_table(layout_name)
+    else:
+        integral = not block_table.dtype.is_floating_point and block_table.dtype != torch.bool
+        require(integral, f"block_table must hold integers, not {block_table.dtype}")
+        require(
+            block_table.dim() == 2 and block_table.shape[0] == batch,
+            f"block_table must have shape [{batch}, max_blocks], not {list(block_table.shape)}",
+        )
+
+
+def raise_missing_table(layout_name: str) -> None:
+    """Refuse pages that come without a table."""
+    require(False, f"{layout_name}='PA_BSND' needs a block_table")
+
+
+def positions(cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """How many positions a request can have: S, or max_blocks * page."""
+    return int(cache.shape[1]) if block_table is None else int(block_table.shape[1] * cache.shape[1])
+
+
+def slots(
+    cache: torch.Tensor, block_table: torch.Tensor | None, request: int, index: torch.Tensor, used: torch.Tensor
+) -> torch.Tensor:
+    """Rows of `cache` at `index` of one request: [..., N, D]; slots where `used` is False are read as zeros.
+
+    Raises OperatorError when a used position falls into a block that does not exist.
+    """
+    index = torch.where(used, index, 0)
+    if block_table is None:
+        rows = cache[request][index]
+    else:
+        page = cache.shape[1]
+        block = block_table[request].to(torch.int64)[index // page]
+        outside = used & ((block < 0) | (block >= cache.shape[0]))
+        require(not bool(outside.any()), f"block_table of request {request} names a block outside [0, {cache.shape[0]})")
+        rows = cache[torch.where(used, block, 0), index % page]
+    return torch.where(used[..., None, None], rows, 0)

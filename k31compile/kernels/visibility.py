@@ -1,0 +1,76 @@
+"""Which cache positions a query row may see: shared by the indexer and the sparse attention (K3.1 spec 2.8, 2.9).
+
+Position s of request b is visible to row i when s < visible(b, i), with len_b the request's length in the cache and
+q_b its number of query rows:
+
+    sparse_mode 0:  visible = len_b
+    sparse_mode 3:  visible = len_b - q_b + 1 + i      (causal, aligned to the lower right corner)
+
+A row i >= q_b is padding and sees nothing. Lengths of shape [B, T] give each row its own length (sparse_mode 0 only).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from k31compile.kernels.errors import require
+
+FULL = 0
+CAUSAL = 3
+
+
+def check_lengths(
+    rows: tuple[int, int], lengths_query: torch.Tensor | None, lengths_key: torch.Tensor | None, sparse_mode: int
+) -> None:
+    """Check mode, dtypes and shapes of the lengths against `rows` = (batch, query rows)."""
+    require(sparse_mode in (FULL, CAUSAL), f"sparse_mode must be 0 or 3, not {sparse_mode}")
+    batch, count = rows
+    if lengths_query is not None:
+        _check_integers("actual_seq_lengths_query", lengths_query)
+        require(
+            tuple(lengths_query.shape) == (batch,),
+            f"actual_seq_lengths_query must have shape [{batch}], not {list(lengths_query.shape)}",
+        )
+    if lengths_key is None:
+        return
+    _check_integers("the key lengths", lengths_key)
+    shape = tuple(lengths_key.shape)
+    require(
+        shape in ((batch,), (batch, count)),
+        f"the key lengths must have shape [{batch}] or [{batch}, {count}], not {list(shape)}",
+    )
+    require(
+        len(shape) == 1 or sparse_mode == FULL,
+        "key lengths of shape [B, T] already say what each row sees: use sparse_mode=0 with them",
+    )
+
+
+def visible_lengths(
+    rows: tuple[int, int],
+    positions: int,
+    lengths_query: torch.Tensor | None,
+    lengths_key: torch.Tensor | None,
+    sparse_mode: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """How many leading positions each row sees: int64 [B, T] in [0, positions].
+
+    `rows` is (B, T), `positions` the size S of the cache; lengths are clamped to what exists.
+    """
+    batch, count = rows
+    if lengths_key is None:
+        length = torch.full((batch, 1), positions, dtype=torch.int64, device=device)
+    else:
+        length = lengths_key.to(device=device, dtype=torch.int64).clamp(0, positions)
+        length = length[:, None] if length.dim() == 1 else length
+    queries = torch.full((batch, 1), count, dtype=torch.int64, device=device)
+    if lengths_query is not None:
+        queries = lengths_query.to(device=device, dtype=torch.int64).clamp(0, count)[:, None]
+    row = torch.arange(count, device=device)[None, :]
+    visible = length if sparse_mode == FULL else (length - queries + 1 + row).clamp(min=0)
+    return torch.where(row < queries, visible, 0).contiguous()
+
+
+def _check_integers(name: str, tensor: torch.Tensor) -> None:
+    integral = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
+    require(integral, f"{name} must hold integers, not {tensor.dtype}")
