@@ -1,0 +1,181 @@
+"""The leaves of a region: a minimum vertex cut above a forced core, weighted by bytes, nearest to the core.
+
+Capacity is the bytes of a value whose shape fits one of the operator's roles, and infinite for every other value. By
+count a cut takes one wide tensor for three; by plain bytes it sits in low-rank projections. Both were tried.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.sizes import is_integer, is_tensor, nbytes_of, numel_of
+
+Eligible = Callable[[fx.Node], bool]
+
+# How far above the core the search may look; without a bound the cost is quadratic in a model's depth.
+WINDOW_NODES = 600
+
+_VIEWS = {
+    ATEN.view.default,
+    ATEN.reshape.default,
+    ATEN._unsafe_view.default,
+    ATEN.unsqueeze.default,
+    ATEN.squeeze.dim,
+    ATEN.squeeze.dims,
+    ATEN.squeeze.default,
+    ATEN.transpose.int,
+    ATEN.permute.default,
+    ATEN.t.default,
+    ATEN.expand.default,
+    ATEN.select.int,
+    ATEN.slice.Tensor,
+    ATEN.alias.default,
+    ATEN.detach.default,
+    ATEN.clone.default,
+    ATEN.contiguous.default,
+    ATEN.unflatten.int,
+    ATEN.flatten.using_ints,
+    ATEN.mT.default,
+    ATEN.numpy_T.default,
+    ATEN.movedim.int,
+    ATEN.chunk.default,
+    ATEN.split.Tensor,
+    ATEN.split_with_sizes.default,
+    ATEN.unbind.int,
+}
+
+
+@dataclass(frozen=True)
+class Leak:
+    """No finite cut: a path from an input of the graph to the core along which nothing fits a role."""
+
+    path: tuple[fx.Node, ...]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only moves, selects or copies elements of its first argument."""
+    return node.target in _VIEWS or getattr(node.target, "__name__", "") == "getitem"
+
+
+def same_size_base(node: fx.Node) -> fx.Node:
+    """The node that a chain of same-size views started from."""
+    while is_view(node) and is_tensor(node):
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not is_tensor(source) or numel_of(source) != numel_of(node):
+            break
+        node = source
+    return node
+
+
+def find_leaves(
+    flow: Dataflow, core: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node] = ()
+) -> tuple[fx.Node, ...] | Leak:
+    """The leaves above `core`; `kept` nodes are leaves wherever they stand (an anchor, an earlier operator's output).
+
+    Leaves do not depend on each other: one that does is pushed inside and the cut repeated, the last finite cut kept.
+    """
+    inside = set(core)
+    found = _nearest_cut(flow, inside, eligible, kept)
+    for _ in range(4):
+        if isinstance(found, Leak):
+            return found
+        dependent = _dependent(flow, found, kept) or _slices_of_one(flow, found)
+        if not dependent:
+            return found
+        inside |= dependent
+        repeated = _nearest_cut(flow, inside, eligible, kept)
+        if isinstance(repeated, Leak):
+            return found
+        found = repeated
+    return found
+
+
+def _dependent(flow: Dataflow, leaves: Iterable[fx.Node], kept: Collection[fx.Node]) -> set[fx.Node]:
+    """Float leaves computed from another leaf; positions and kept leaves may be upstream of anything."""
+    floats = [leaf for leaf in leaves if not is_integer(leaf) and leaf not in kept]
+    inside: set[fx.Node] = set()
+    for base in floats:
+        below = flow.descendants([same_size_base(base)])
+        for leaf in floats:
+            if leaf is not base and leaf in below and same_size_base(leaf) is not same_size_base(base):
+                inside |= flow.between([same_size_base(base)], [leaf]) - {same_size_base(base)}
+    return inside
+
+
+def _slices_of_one(flow: Dataflow, leaves: Iterable[fx.Node]) -> set[fx.Node]:
+    """Three or more leaves that are slices of one tensor, as an unrolled loop over heads leaves them."""
+    by_base: dict[fx.Node, list[fx.Node]] = {}
+    for leaf in leaves:
+        base = _sliced_base(leaf)
+        if base is not leaf:
+            by_base.setdefault(base, []).append(leaf)
+    inside: set[fx.Node] = set()
+    for base, slices in by_base.items():
+        if len(slices) >= 3:
+            inside |= flow.between([base], slices) - {base}
+    return inside
+
+
+def _sliced_base(node: fx.Node) -> fx.Node:
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _nearest_cut(
+    flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node]
+) -> tuple[fx.Node, ...] | Leak:
+    window = _window(flow, inside, kept)
+    graph: nx.DiGraph = nx.DiGraph()
+    for node in window:
+        if node in kept or eligible(node):
+            graph.add_edge((node, "in"), (node, "out"), capacity=0 if node in kept else nbytes_of(node))
+        else:
+            graph.add_edge((node, "in"), (node, "out"))
+        sources = [s for s in flow.inputs[node] if s not in flow.constants]
+        if not sources or any(s not in window and s not in inside for s in sources):
+            graph.add_edge("source", (node, "in"))
+        for source in sources:
+            if source in window:
+                graph.add_edge((source, "out"), (node, "in"))
+    for node in inside:
+        for source in flow.inputs[node]:
+            if source in window:
+                graph.add_edge((source, "out"), "sink")
+        if node.op == "placeholder" and node not in flow.constants:
+            return Leak((node,))
+    if "source" not in graph or "sink" not in graph:
+        return ()
+    try:
+        # networkx gives the minimum cut that lies nearest to the sink.
+        _, (reached, _) = nx.minimum_cut(graph, "source", "sink")
+    except nx.NetworkXUnbounded:
+        return Leak(_leaking_path(graph))
+    return tuple(flow.in_order(n for n in window if (n, "in") in reached and (n, "out") not in reached))
+
+
+def _window(flow: Dataflow, inside: Collection[fx.Node], kept: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes above the core, breadth first, up to a bound; the search does not look behind kept leaves."""
+    window: set[fx.Node] = set()
+    front = [s for node in inside for s in flow.inputs[node]]
+    while front and len(window) < WINDOW_NODES:
+        following: list[fx.Node] = []
+        for node in front:
+            if node in window or node in inside or node in flow.constants:
+                continue
+            window.add(node)
+            if node not in kept:
+                following.extend(flow.inputs[node])
+        front = following
+    return window
+
+
+def _leaking_path(graph: nx.DiGraph) -> tuple[fx.Node, ...]:
+    unbounded = nx.DiGraph((a, b) for a, b, capacity in graph.edges(data="capacity") if capacity is None)
+    if "source" not in unbounded or "sink" not in unbounded or not nx.has_path(unbounded, "source", "sink"):
+        return ()
+    path = nx.shortest_path(unbounded, "source", "sink")
+    return tuple(dict.fromkeys(step[0] for step in path if isinstance(step, tuple)))

@@ -1,0 +1,131 @@
+"""The graph as data flow: who reads whose *values*, what is constant, who must be passed on the way out."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+
+import networkx as nx
+import torch
+from torch import fx
+
+from k31compile.graph.sizes import is_tensor, value_of
+
+ATEN = torch.ops.aten
+
+# These read the shape and type of their first argument and never a value of it.
+_SHAPE_ONLY = {
+    ATEN.new_empty.default,
+    ATEN.new_ones.default,
+    ATEN.new_zeros.default,
+    ATEN.new_full.default,
+    ATEN.empty_like.default,
+    ATEN.ones_like.default,
+    ATEN.zeros_like.default,
+    ATEN.full_like.default,
+    ATEN.copy.default,
+    ATEN.sym_size.int,
+    ATEN.sym_numel.default,
+}
+
+_SINK = object()
+
+
+def data_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values `node` reads: its tensor arguments, without those that lend only a shape."""
+    inputs = dict.fromkeys(node.all_input_nodes)
+    if node.target in _SHAPE_ONLY and node.args and isinstance(node.args[0], fx.Node):
+        lends_only_shape = node.args[0] not in _nodes_in(node.args[1:]) and node.args[0] not in _nodes_in(node.kwargs)
+        if lends_only_shape:
+            inputs.pop(node.args[0], None)
+    return list(inputs)
+
+
+def _nodes_in(arguments: object) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    fx.map_arg(arguments, lambda n: found.add(n))  # type: ignore[arg-type]
+    return found
+
+
+class Dataflow:
+    """An index of one graph; make a new one after each rewrite."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        """Index `graph`, which must be functional: mutations only as `copy_` nodes that nobody reads."""
+        self.graph = graph
+        self.nodes = list(graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.inputs = {node: data_inputs(node) for node in self.nodes}
+        self.users: dict[fx.Node, list[fx.Node]] = {node: [] for node in self.nodes}
+        for node, inputs in self.inputs.items():
+            for source in inputs:
+                self.users[source].append(node)
+        self.constants = self._find_constants()
+
+    def _find_constants(self) -> set[fx.Node]:
+        """Nodes that depend on no tensor of the caller: free in every cut, recomputed in every confirmation."""
+        constants: set[fx.Node] = set()
+        for node in self.nodes:
+            if node.op == "placeholder":
+                constant = not is_tensor(node)
+            elif node.op == "call_function":
+                is_size = isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool | int)
+                constant = is_size or (not _is_random(node) and all(i in constants for i in self.inputs[node]))
+            else:
+                constant = node.op == "get_attr" and is_tensor(node)
+            if constant:
+                constants.add(node)
+        return constants
+
+    def ancestors(self, starts: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+        """All nodes that `starts` depend on, themselves included; the walk does not go past `stop`."""
+        return _reach(starts, self.inputs, stop)
+
+    def descendants(self, starts: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+        """All nodes that depend on `starts`, themselves included."""
+        return _reach(starts, self.users, stop)
+
+    def between(self, starts: Iterable[fx.Node], ends: Iterable[fx.Node]) -> set[fx.Node]:
+        """All nodes on a path from `starts` to `ends`, both included."""
+        return self.descendants(starts) & self.ancestors(ends)
+
+    def post_dominators(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The nodes that every path from `node` out of the graph passes, nearest first."""
+        current = self._immediate_post_dominators.get(node)
+        while current is not None and current is not _SINK and isinstance(current, fx.Node):
+            if current.op == "output":
+                return
+            yield current
+            following = self._immediate_post_dominators.get(current)
+            current = None if following is current else following
+
+    @cached_property
+    def _immediate_post_dominators(self) -> dict[object, object]:
+        reverse: nx.DiGraph = nx.DiGraph()
+        for node, inputs in self.inputs.items():
+            if not self.users[node]:
+                reverse.add_edge(_SINK, node)
+            for source in inputs:
+                reverse.add_edge(node, source)
+        return dict(nx.immediate_dominators(reverse, _SINK))
+
+    def in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """The nodes in the order of the graph."""
+        return sorted(nodes, key=self.position.__getitem__)
+
+
+def _reach(
+    starts: Iterable[fx.Node], edges: dict[fx.Node, list[fx.Node]], stop: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    todo = list(starts)
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not stop(node):
+            todo.extend(edges[node])
+    return seen
+
+
+def _is_random(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -1,0 +1,115 @@
+"""Run a region as it stands in the user's graph, in float64, on tensors of our choice."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import Substitution, substitute, value_of
+
+Values = dict[fx.Node, Any]
+
+
+def run_in_float64(region: Region, leaves: Mapping[fx.Node, torch.Tensor], substitution: Substitution) -> list[Any]:
+    """The values of the region's outputs for these leaf values, every floating type raised to float64.
+
+    Casts and dtype arguments become float64 too: the run shows the algebra, not the rounding.
+    """
+    values: Values = dict(leaves)
+    last_use = _last_uses(region)
+    with torch.no_grad():
+        for i, node in enumerate(region.nodes):
+            values[node] = _run_node(node, values, substitution)
+            for dead in last_use.get(i, ()):
+                values.pop(dead, None)
+    return [values[output] for output in region.outputs]
+
+
+def _run_node(node: fx.Node, values: Values, substitution: Substitution) -> Any:
+    known = value_of(node)
+    if isinstance(known, torch.SymInt):
+        return substitute(known, substitution)
+    if node.op == "placeholder":
+        return known
+    if node.op == "get_attr":
+        return _as_float64(_attribute(node))
+
+    def argument(source: fx.Node) -> Any:
+        if source in values:
+            return values[source]
+        lent = value_of(source)
+        if isinstance(lent, torch.SymInt):
+            return substitute(lent, substitution)
+        if isinstance(lent, torch.Tensor):
+            # It lends its shape and type and nothing else (new_zeros, copy): any values do.
+            shape = [substitute(size, substitution) for size in lent.shape]
+            return torch.zeros(shape, dtype=torch.float64 if lent.dtype.is_floating_point else lent.dtype)
+        return lent
+
+    args = _raise(fx.map_arg(node.args, argument))
+    kwargs = _raise(fx.map_arg(dict(node.kwargs), argument))
+    if not callable(node.target):
+        raise TypeError(f"{node.op} {node.target} cannot be run alone")
+    with torch.no_grad():
+        result = node.target(*args, **kwargs)
+    if isinstance(result, torch.Tensor) and node.target in _MAKES_FLOAT and _meant_float(node):
+        return _as_float64(result)
+    return result
+
+
+# Factories without a dtype argument make float32; the others follow their inputs.
+_MAKES_FLOAT = {
+    torch.ops.aten.arange.default,
+    torch.ops.aten.arange.start,
+    torch.ops.aten.arange.start_step,
+    torch.ops.aten.full.default,
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.eye.default,
+    torch.ops.aten.scalar_tensor.default,
+    torch.ops.aten.lift_fresh_copy.default,
+}
+
+
+def _meant_float(node: fx.Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def _as_float64(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.float64) if value.dtype.is_floating_point else value
+
+
+def _raise(argument: Any) -> Any:
+    if isinstance(argument, torch.dtype):
+        return torch.float64 if argument.is_floating_point else argument
+    if isinstance(argument, torch.device):
+        return torch.device("cpu")
+    if isinstance(argument, dict):
+        return {key: _raise(value) for key, value in argument.items()}
+    if isinstance(argument, list | tuple):
+        return type(argument)(_raise(value) for value in argument)
+    return argument
+
+
+def _attribute(node: fx.Node) -> torch.Tensor:
+    module: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _last_uses(region: Region) -> dict[int, list[fx.Node]]:
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(region.nodes):
+        for source in node.all_input_nodes:
+            last[source] = i
+    keep = set(region.outputs)
+    dead: dict[int, list[fx.Node]] = {}
+    for node, i in last.items():
+        if node not in keep:
+            dead.setdefault(i, []).append(node)
+    return dead

@@ -1,0 +1,93 @@
+"""Sizes as numbers: a hint to look for a region with, a small odd number to confirm it with.
+
+`int()` of a SymInt would add a guard and recompile the user's model at each length, so nobody calls it here.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+Substitution = Mapping[sympy.Symbol, int]
+
+
+def hint(size: Any) -> int:
+    """A size as the number that it had when the graph was traced."""
+    if isinstance(size, torch.SymInt):
+        known = size.node.hint
+        return int(known) if known is not None else int(size.node.shape_env.size_hint(size.node.expr))
+    return int(size)
+
+
+def substitute(size: Any, substitution: Substitution) -> int:
+    """A size under a substitution of its symbols; symbols not named keep their hints."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    value = size.node.expr.xreplace(dict(substitution))
+    if value.free_symbols:
+        env = size.node.shape_env
+        value = value.xreplace({s: sympy.Integer(env.var_to_val[s]) for s in value.free_symbols})
+    return int(value)
+
+
+def symbols_of(sizes: Iterable[Any]) -> list[sympy.Symbol]:
+    """The free symbols of some sizes, in the order of their first use."""
+    found: dict[sympy.Symbol, None] = {}
+    for size in sizes:
+        if isinstance(size, torch.SymInt):
+            found.update(dict.fromkeys(sorted(size.node.expr.free_symbols, key=str)))
+    return list(found)
+
+
+def value_of(node: fx.Node) -> Any:
+    """`meta["val"]` of a node: a fake tensor, a SymInt, a tuple of them, or None."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def is_float(node: fx.Node) -> bool:
+    """Whether the node's value is a floating-point tensor."""
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def is_integer(node: fx.Node) -> bool:
+    """Whether the node's value is an integer tensor (bool is not one)."""
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype != torch.bool
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The node's shape by hints; the empty tuple for a scalar and for what is no tensor."""
+    value = value_of(node)
+    return tuple(hint(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def shape_under(node: fx.Node, substitution: Substitution) -> tuple[int, ...]:
+    """The node's shape under a substitution."""
+    return tuple(substitute(size, substitution) for size in value_of(node).shape)
+
+
+def numel_of(node: fx.Node) -> int:
+    """The number of elements by hints."""
+    count = 1
+    for size in shape_of(node):
+        count *= size
+    return count
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of the node's value by hints."""
+    value = value_of(node)
+    return numel_of(node) * value.element_size() if isinstance(value, torch.Tensor) else 8
+
+
+def squeezed(shape: Iterable[int]) -> tuple[int, ...]:
+    """A shape without its dimensions of size one."""
+    return tuple(size for size in shape if size != 1)
