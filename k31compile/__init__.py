@@ -8,9 +8,17 @@ cheap and does not import torch.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from k31compile.backend import compile as compile
+    from k31compile.check import check as check
+    from k31compile.entry import Entry as Entry
+    from k31compile.explain import explain as explain
     from k31compile.options import Options as Options
     from k31compile.report import Report as Report
     from k31compile.report import last_report as last_report
@@ -19,16 +27,67 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "compile": "k31compile.backend",
+    "explain": "k31compile.explain",
+    "check": "k31compile.check",
     "Options": "k31compile.options",
+    "Entry": "k31compile.entry",
     "Report": "k31compile.report",
     "last_report": "k31compile.report",
     "reports": "k31compile.report",
 }
 
-__all__ = ["Options", "Report", "last_report", "reports"]
+__all__ = [
+    "Entry",
+    "Options",
+    "Report",
+    "check",
+    "compile",
+    "equivalent",
+    "explain",
+    "last_report",
+    "load",
+    "reports",
+]
+
+
+def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
+    """Load an artefact that ``k31 compile`` wrote; this version writes none yet and refuses."""
+    from k31compile.errors import NotBuiltYetError
+
+    raise NotBuiltYetError(
+        "loading artefacts is not built yet",
+        where=os.fspath(path),
+        hint="use torch.compile(model, backend='k31')",
+    )
+
+
+def equivalent(fn: Callable[..., Any], name: str) -> None:
+    """Declare that a function computes a known operator; this version cannot confirm it yet and refuses."""
+    from k31compile.errors import NotBuiltYetError
+
+    where = getattr(fn, "__qualname__", repr(fn))
+    raise NotBuiltYetError(
+        f"declaring a function as {name!r} is not built yet", where=where, hint="the model runs without it"
+    )
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'k31compile' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Face(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system binds a submodule to its package. k31compile.explain is a function with a
+        # module of the same name behind it: the function must stay what users get.
+        if not (isinstance(value, ModuleType) and name in _HOMES):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face

@@ -14,6 +14,7 @@ class K31Error(Exception):
 
     code: ClassVar[str] = "K31-0001"
     default_hint: ClassVar[str] = ""
+    exit_code: ClassVar[int] = 1  # of a command that ends with it: 1 its work failed, 2 it was called wrongly
 
     def __init__(self, what: str, where: str = "", hint: str | None = None) -> None:
         # All three stay in args: an error raised in a worker process must survive being pickled.
@@ -45,6 +46,7 @@ class OptionError(K31Error):
     """An option that does not exist, or a value that an option does not take."""
 
     code = "K31-0101"
+    exit_code = 2
     default_hint = "see k31compile.Options for the options and what each takes"
 
 
@@ -52,6 +54,7 @@ class NotBuiltYetError(K31Error):
     """Something that the interface names and this version does not have yet."""
 
     code = "K31-0102"
+    exit_code = 2
     default_hint = "leave it out"
 
 
@@ -59,6 +62,7 @@ class UsageError(K31Error):
     """A command that was called in a way that cannot work."""
 
     code = "K31-0103"
+    exit_code = 2
     default_hint = "see --help"
 
 
@@ -66,6 +70,7 @@ class EntryError(K31Error):
     """An Entry whose parts do not fit together, or a factory that does not return one."""
 
     code = "K31-0104"
+    exit_code = 2
     default_hint = "write Entry(name, model, args, kwargs, dynamic={path: {dim: (name, min, max)}})"
 
 

@@ -1,0 +1,107 @@
+"""What all commands share: where they print, how they fail, how they show progress."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from k31compile.errors import K31Error
+
+
+@dataclass
+class _Flags:
+    json: bool = False
+    debug: bool = False
+
+
+_flags = _Flags()
+
+
+def take_flags(arguments: Sequence[str]) -> list[str]:
+    """Take --json and --debug out of a command line, wherever they stand before a bare ``--``."""
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    ours = arguments[:split]
+    _flags.json, _flags.debug = "--json" in ours, "--debug" in ours
+    return [argument for argument in ours if argument not in ("--json", "--debug")] + list(arguments[split:])
+
+
+def json_wanted() -> bool:
+    """Tell whether this command was asked for JSON."""
+    return _flags.json
+
+
+def output() -> Console:
+    """Return the console of results: standard output."""
+    return Console(soft_wrap=not sys.stdout.isatty())
+
+
+def errors() -> Console:
+    """Return the console of errors and progress: standard error."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def emit(data: Mapping[str, Any], render: Callable[[Console], None]) -> None:
+    """Print a result: as one JSON document when asked for, else as ``render`` writes it."""
+    if _flags.json:
+        print(json.dumps(data, indent=2, sort_keys=True))
+    else:
+        render(output())
+
+
+def fail(error: Exception) -> int:
+    """Print one line that says what is wrong and what to do, and return the exit code."""
+    if _flags.debug:
+        errors().print_exception()
+    known = error if isinstance(error, K31Error) else _unexpected(error)
+    if _flags.json:
+        print(json.dumps({"error": known.to_dict()}, indent=2, sort_keys=True))
+    errors().print(str(known), style="red", markup=False)
+    return known.exit_code
+
+
+def _unexpected(error: Exception) -> K31Error:
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return K31Error(what, hint="run it again with --debug for the traceback")
+
+
+def drop_output() -> None:
+    """Make a closed standard output harmless, as when a reader such as ``head`` has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show progress over ``total`` steps: a bar on a terminal, one plain line a step elsewhere.
+
+    The block gets a function to be called with the name of each step as it begins.
+    """
+    console = errors()
+    if not console.is_terminal:
+        done = 0
+
+        def line(step: str) -> None:
+            nonlocal done
+            done += 1
+            console.print(f"{title}: {done}/{total} {step}", markup=False)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        begun = False
+
+        def advance(step: str) -> None:
+            nonlocal begun
+            bar.update(task, description=f"{title}: {step}", advance=1 if begun else 0)
+            begun = True
+
+        yield advance
