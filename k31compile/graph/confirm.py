@@ -1,0 +1,200 @@
+"""Confirm by running: a region against an operator's definition, on the operator's own samples, in float64.
+
+Agreement on samples is strong evidence and no derivation; every text says "confirmed on N samples". What agreed once
+is remembered by the region's canonical hash, so that equal layers cost one confirmation.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from k31compile.graph.evaluate import run_in_float64
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import Substitution, shape_under, value_of
+
+SAMPLES = 4
+TOLERANCE = 1e-9
+
+# What the tensors of one run may take; a larger region is refused with the reason.
+BYTE_BUDGET = 4 << 30
+
+Sample = Mapping[fx.Node, torch.Tensor]
+Replacement = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class Mismatch(Exception):
+    """A reading of a region that its run contradicts; the text is a reason for a user."""
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What was shown, and how: the words of a report are made from this."""
+
+    name: str
+    samples: int
+    sizes: Mapping[str, int]
+    tolerance: float
+    worst_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "name": self.name,
+            "samples": self.samples,
+            "sizes": dict(self.sizes),
+            "tolerance": self.tolerance,
+            "worst_error": self.worst_error,
+            "text": f"confirmed on {self.samples} samples in float64",
+        }
+
+
+class Reading(ABC):
+    """One way to read a region's leaves as the operands of an operator.
+
+    A reading may learn from the runs (a scale, which keys are visible) and then builds the replacement. What it
+    learned is its `learned` attribute, which is remembered with the region's hash.
+    """
+
+    name: str
+    region: Region
+    learned: Any = None
+
+    @abstractmethod
+    def substitution(self) -> Substitution:
+        """Sizes for the symbols of the region, chosen so that a wrong region shows."""
+
+    @abstractmethod
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the operator's letters in a confirmation, for the report."""
+
+    @abstractmethod
+    def sample(self, generator: torch.Generator, trial: int) -> Sample:
+        """Leaf values from the operator's domain: magnitudes over decades, boundary indices forced."""
+
+    @abstractmethod
+    def judge(self, sample: Sample, outputs: Sequence[torch.Tensor]) -> float:
+        """The relative error of the region's outputs against the definition.
+
+        Raises:
+            Mismatch: the region computes something else; the text says what.
+        """
+
+    @abstractmethod
+    def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The replacement as a program over the leaf values; it is traced into the graph as it stands."""
+
+
+@dataclass
+class Memory:
+    """What was confirmed and what was contradicted, by the hash of region and recogniser."""
+
+    confirmed: dict[str, tuple[int, Any, Confirmation]] = field(default_factory=dict)
+    contradicted: dict[str, str] = field(default_factory=dict)
+
+
+MEMORY = Memory()
+
+
+def confirm(readings: Iterable[Reading], key: str, memory: Memory = MEMORY) -> tuple[Reading, Confirmation]:
+    """The first reading that agrees with the region on every sample.
+
+    Raises:
+        Mismatch: no reading agrees; the text is that of the reading that got furthest.
+    """
+    if key in memory.contradicted:
+        raise Mismatch(memory.contradicted[key])
+    furthest: tuple[int, str] | None = None
+    for ordinal, reading in enumerate(readings):
+        if key in memory.confirmed:
+            known_ordinal, learned, confirmation = memory.confirmed[key]
+            if ordinal != known_ordinal:
+                continue
+            reading.learned = reading_learned(reading, learned)
+            return reading, confirmation
+        try:
+            confirmation = _confirm_one(reading)
+        except Mismatch as mismatch:
+            trials = mismatch.args[1] if len(mismatch.args) > 1 else 0
+            if furthest is None or trials > furthest[0]:
+                furthest = (trials, str(mismatch.args[0]))
+            continue
+        memory.confirmed[key] = (ordinal, portable_learned(reading), confirmation)
+        return reading, confirmation
+    reason = furthest[1] if furthest else "its inputs cannot be told apart by shape"
+    memory.contradicted[key] = reason
+    raise Mismatch(reason)
+
+
+def _confirm_one(reading: Reading) -> Confirmation:
+    substitution = reading.substitution()
+    needed = bytes_of_run(reading.region, substitution)
+    if needed > BYTE_BUDGET:
+        raise Mismatch(
+            f"confirming it would take {needed / 2**30:.1f} GiB, more than the {BYTE_BUDGET / 2**30:.0f} GiB allowed "
+            "(trace it with shorter or dynamic lengths)"
+        )
+    worst = 0.0
+    for trial in range(SAMPLES):
+        generator = torch.Generator().manual_seed(1009 * trial + 17)
+        try:
+            sample = reading.sample(generator, trial)
+            outputs = run_in_float64(reading.region, sample, substitution)
+            worst = max(worst, reading.judge(sample, outputs))
+        except Mismatch as mismatch:
+            raise Mismatch(str(mismatch.args[0]), trial) from None
+        except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
+            raise Mismatch(f"it cannot be run on samples: {type(error).__name__}: {first_line(error)}", trial) from error
+    return Confirmation(reading.name, SAMPLES, reading.sizes(), TOLERANCE, worst)
+
+
+def bytes_of_run(region: Region, substitution: Substitution) -> int:
+    """The bytes of the largest three values of a run in float64: what is alive at its widest point, roughly."""
+    sizes = []
+    for node in region.nodes:
+        if isinstance(value_of(node), torch.Tensor):
+            count = 8
+            for size in shape_under(node, substitution):
+                count *= size
+            sizes.append(count)
+    return sum(sorted(sizes)[-3:])
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return next(iter(str(error).splitlines()), "")
+
+
+def portable_learned(reading: Reading) -> Any:
+    """What a reading learned, with leaves as numbers so that it serves an equal region elsewhere."""
+    index = {leaf: i for i, leaf in enumerate(reading.region.leaves)}
+    return _translate(reading.learned, lambda n: ("leaf", index[n]) if isinstance(n, fx.Node) else n)
+
+
+def reading_learned(reading: Reading, learned: Any) -> Any:
+    """The inverse of `portable_learned` for this reading's region."""
+    leaves = reading.region.leaves
+
+    def node(value: Any) -> Any:
+        is_leaf = isinstance(value, tuple) and len(value) == 2 and value[0] == "leaf"
+        return leaves[value[1]] if is_leaf else value
+
+    return _translate(learned, node)
+
+
+def _translate(value: Any, change: Callable[[Any], Any]) -> Any:
+    changed = change(value)
+    if changed is not value:
+        return changed
+    if isinstance(value, dict):
+        return {k: _translate(v, change) for k, v in value.items()}
+    return value
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest expected value of its last-dimension row."""
+    scale = expected.abs().amax(dim=-1, keepdim=True).clamp_min(1e-300)
+    return float(((got - expected).abs() / scale).max()) if got.numel() else 0.0

@@ -1,0 +1,86 @@
+"""What every pass must keep, checked after each: a well-formed graph, outputs as they were, mutations in place."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils import _pytree as pytree
+
+from k31compile.errors import InvariantError
+from k31compile.graph.dataflow import ATEN
+from k31compile.graph.rewrite import same_sizes
+from k31compile.graph.sizes import value_of
+from k31compile.graph.trace import current_fake_mode
+
+
+def check_invariants(before: fx.GraphModule, after: fx.GraphModule, pass_name: str) -> None:
+    """Compare a graph with what a pass made of it.
+
+    Raises:
+        InvariantError: the graph is malformed, an output changed its shape, dtype, stride or device, or a mutation of
+            an input was lost, added or moved to another input.
+    """
+    try:
+        after.graph.lint()
+        outputs = propagate_fakes(after)
+    except Exception as error:
+        raise InvariantError(f"pass {pass_name} left a graph that does not run: {error}") from error
+    old_outputs = pytree.tree_leaves(fx.map_arg(before.graph.output_node().args[0], value_of))
+    if len(outputs) != len(old_outputs):
+        raise InvariantError(f"pass {pass_name} changed the number of outputs from {len(old_outputs)} to {len(outputs)}")
+    for i, (new, old) in enumerate(zip(outputs, old_outputs, strict=True)):
+        _check_output(new, old, i, pass_name)
+    if mutated_inputs(before) != mutated_inputs(after):
+        raise InvariantError(
+            f"pass {pass_name} changed the mutated inputs from {mutated_inputs(before)} to {mutated_inputs(after)}"
+        )
+
+
+def mutated_inputs(module: fx.GraphModule) -> list[str]:
+    """The placeholders that the graph writes to, in order."""
+    copies = module.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
+    return [node.args[0].name for node in copies]
+
+
+def propagate_fakes(module: fx.GraphModule) -> list[Any]:
+    """Run the graph on its fake inputs, refresh every `meta["val"]`, return the flat outputs."""
+    inputs = [value_of(n) for n in module.graph.nodes if n.op == "placeholder"]
+    with current_fake_mode_of(inputs), enable_python_dispatcher(), torch.no_grad():
+        return pytree.tree_leaves(_Refresher(module).run(*inputs))
+
+
+def current_fake_mode_of(values: Sequence[Any]) -> Any:
+    """The fake mode that these values belong to, or the current one."""
+    return next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None) or current_fake_mode()
+
+
+class _Refresher(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and n.target is ATEN.copy_.default:
+            return value_of(n)
+        result = super().run_node(n)
+        if n.op not in ("output", "placeholder"):
+            n.meta["val"] = result
+        return result
+
+
+def _check_output(new: Any, old: Any, index: int, pass_name: str) -> None:
+    if not isinstance(old, torch.Tensor):
+        return
+    same = (
+        isinstance(new, torch.Tensor)
+        and new.dtype == old.dtype
+        and new.device == old.device
+        and same_sizes(new.shape, old.shape)
+        and same_sizes(new.stride(), old.stride())
+    )
+    if not same:
+        raise InvariantError(f"pass {pass_name} changed output {index} from {_describe(old)} to {_describe(new)}")
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{value.dtype} {tuple(value.shape)} stride {value.stride()} on {value.device}"

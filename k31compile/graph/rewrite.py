@@ -1,0 +1,138 @@
+"""Put a replacement into the graph: traced, with metas, in topological order, strides as they were."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from k31compile.graph.sizes import value_of
+from k31compile.graph.trace import current_fake_mode
+
+_ORIGIN = ("stack_trace", "nn_module_stack")
+
+
+def replace_outputs(
+    module: fx.GraphModule,
+    leaves: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    build: Callable[..., tuple[torch.Tensor, ...]],
+) -> list[fx.Node]:
+    """Replace `outputs` by `build(*leaves)` and return the nodes that were put in.
+
+    Every new node has `meta["val"]` from the fake run of `build`, and the origin of the first output. The new values
+    have the shape, dtype and strides of the old ones: a later `view` was decided on those strides.
+
+    Raises:
+        ValueError: the replacement gives other shapes, dtypes or devices.
+    """
+    replacement = _trace(build, leaves, outputs)
+    graph = module.graph
+    mapping: dict[fx.Node, fx.Node] = {}
+    inserted: list[fx.Node] = []
+    with graph.inserting_before(outputs[0]):
+        for node in replacement.graph.nodes:
+            if node.op == "placeholder":
+                mapping[node] = leaves[len(mapping)]
+            elif node.op == "output":
+                results = [mapping[result] for result in node.args[0]]
+            else:
+                if node.op == "get_attr":
+                    _carry_attribute(replacement, module, node)
+                copy = graph.node_copy(node, mapping.__getitem__)
+                copy.meta.update({key: outputs[0].meta[key] for key in _ORIGIN if key in outputs[0].meta})
+                mapping[node] = copy
+                inserted.append(copy)
+    new = set(inserted)
+    for old, result in zip(outputs, results, strict=True):
+        old.replace_all_uses_with(result, delete_user_cb=lambda user: user not in new)
+    sort_topologically(graph)
+    graph.eliminate_dead_code()
+    return [node for node in inserted if not node._erased]
+
+
+def _trace(
+    build: Callable[..., tuple[torch.Tensor, ...]], leaves: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    expected = [value_of(output) for output in outputs]
+
+    def run(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = build(*values)
+        return tuple(_with_strides_of(r, e) for r, e in zip(results, expected, strict=True))
+
+    values = [value_of(leaf) for leaf in leaves]
+    fake_mode = next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None) or current_fake_mode()
+    with fake_mode, enable_python_dispatcher(), torch.no_grad():
+        traced = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+    traced.graph.eliminate_dead_code()
+    for node, old in zip(traced.graph.output_node().args[0], expected, strict=True):
+        _require_same(value_of(node), old)
+    return traced
+
+
+def _with_strides_of(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    if same_sizes(result.stride(), expected.stride()):
+        return result
+    order = sorted(range(expected.dim()), key=lambda d: -_hint_stride(expected, d))
+    inverse = [order.index(d) for d in range(expected.dim())]
+    return result.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+
+
+def _hint_stride(tensor: torch.Tensor, dim: int) -> int:
+    from k31compile.graph.sizes import hint
+
+    return hint(tensor.stride(dim))
+
+
+def same_sizes(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two lists of sizes are the same numbers or the same expressions, without adding a guard."""
+
+    def text(size: Any) -> str:
+        return str(size.node.expr) if isinstance(size, torch.SymInt) else str(int(size))
+
+    return [text(size) for size in left] == [text(size) for size in right]
+
+
+def _require_same(new: Any, old: torch.Tensor) -> None:
+    if new.dtype != old.dtype or new.device != old.device or not same_sizes(new.shape, old.shape):
+        raise ValueError(
+            f"the replacement gives {new.dtype} {tuple(new.shape)} for {old.dtype} {tuple(old.shape)}"
+        )
+
+
+def _carry_attribute(source: fx.GraphModule, target: fx.GraphModule, node: fx.Node) -> None:
+    name = f"_k31_{node.target}_{len(target.graph.nodes)}"
+    setattr(target, name, getattr(source, str(node.target)))
+    node.target = name
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Order the nodes so that each stands after its inputs, keeping the present order where it is free."""
+    placed: set[fx.Node] = set()
+    order: list[fx.Node] = []
+
+    def place(root: fx.Node) -> None:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            waiting = [source for source in node.all_input_nodes if source not in placed]
+            if node in placed:
+                stack.pop()
+            elif waiting:
+                stack.extend(waiting)
+            else:
+                stack.pop()
+                placed.add(node)
+                order.append(node)
+
+    nodes = list(graph.nodes)
+    for node in nodes:
+        place(node)
+    if order == nodes:
+        return
+    cursor = order[0]
+    for node in order[1:]:
+        cursor.append(node)
+        cursor = node
