@@ -5,9 +5,11 @@ if not __name__.startswith("k31compile."):
 
 from k31compile.model.caches import Caches, KdaCache, MlaCache, Step, make_step
 from k31compile.model.config import CONFIGS, K31Config
+from k31compile.model.config_file import load_config, save_config
 from k31compile.model.errors import CapacityError, ConfigError, ModelError, WeightsError
 from k31compile.model.generate import generate, prefill
 from k31compile.model.k31 import K31ForCausalLM, K31Model, count_parameters
+from k31compile.model.weights import load_model, load_weights, save_weights
 
 __all__ = [
     "CONFIGS",
@@ -24,6 +26,11 @@ __all__ = [
     "WeightsError",
     "count_parameters",
     "generate",
+    "load_config",
+    "load_model",
+    "load_weights",
     "make_step",
     "prefill",
+    "save_config",
+    "save_weights",
 ]

@@ -1,5 +1,7 @@
 """The lightning indexer: a cheap score of every visible key, and the best few of them (K3.1 spec 2.8)."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +35,7 @@ def hadamard(x: Tensor) -> Tensor:
         first, second = y.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
         y = torch.stack([first + second, first - second], dim=-2).flatten(-3)
         half *= 2
-    return (y * size**-0.5).to(x.dtype)
+    return (y / math.sqrt(size)).to(x.dtype)
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -42,13 +44,12 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     q [B, T, H, d], keys [B, S, d], weights [B, T, H] -> [B, T, S], in the dtype of the weights.
     """
     dots = torch.einsum("bthd,bsd->bths", q.to(weights.dtype), keys.to(weights.dtype))
-    return torch.einsum("bth,bths->bts", weights, dots.relu())
+    scores: Tensor = torch.einsum("bth,bths->bts", weights, dots.relu())
+    return scores
 
 
 class LightningIndexer(nn.Module):
     """Selects the keys that the sparse attention of one layer reads (K3.1 spec 2.8)."""
-
-    float32_parameters = ()
 
     def __init__(self, config: K31Config) -> None:
         """Parameters of one indexer."""
@@ -83,7 +84,7 @@ class LightningIndexer(nn.Module):
         """[B, T, H], scaled by H^-0.5 d^-0.5; the weight has the stream dtype, the product is accumulated."""
         dtype = accumulate_dtype(x.dtype)
         weights = nn.functional.linear(x.to(dtype), self.weights_proj.weight.to(dtype))
-        return weights * (self.num_heads**-0.5 * self.head_dim**-0.5)
+        return weights / math.sqrt(self.num_heads * self.head_dim)
 
     def _transform(self, x: Tensor, positions: Tensor) -> Tensor:
         """The same optional rope (first dims) and Hadamard transform for q and k."""

@@ -81,7 +81,7 @@ class Experts(nn.Module):
         self.beta, self.linear_beta, self.form = config.situ_beta, config.situ_linear_beta, config.moe_form
 
     def forward(self, y: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """y [N, L], experts int64 [N, k], weights [N, k] -> sum_k weight_k e_k(y) [N, L], dtype of weights."""
+        """y [N, L], experts int64 [N, k], weights [N, k] -> sum_k w_k e_k(y), [N, L] as weights."""
         count = self.gate_up_proj.shape[0]
         few = experts.numel() <= count
         if self.form == "gather" or (self.form == "auto" and few):
