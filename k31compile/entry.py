@@ -100,9 +100,7 @@ class Entry:
         match bounds:
             case (str(name), int(low), int(high)) if name and 0 <= low <= high:
                 return name, low, high
-        raise self._wrong(
-            f"{where} has bounds {bounds!r}", hint="write (name, min, max) with 0 <= min <= max"
-        )
+        raise self._wrong(f"{where} has bounds {bounds!r}", hint="write (name, min, max) with 0 <= min <= max")
 
     def _step(self, holder: Any, key: str, path: str) -> Any:
         index: Any = int(key) if key.isdecimal() else key

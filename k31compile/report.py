@@ -177,9 +177,7 @@ def _merged_passes(runs: Iterable[PassRun]) -> list[PassRun]:
     by_name: dict[str, PassRun] = {}
     for run in runs:
         old = by_name.get(run.name, PassRun(run.name, numerics=run.numerics))
-        by_name[run.name] = PassRun(
-            run.name, old.seconds + run.seconds, old.changed + run.changed, run.numerics
-        )
+        by_name[run.name] = PassRun(run.name, old.seconds + run.seconds, old.changed + run.changed, run.numerics)
     return list(by_name.values())
 
 

@@ -53,9 +53,7 @@ def check_private(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise StoreError(f"cannot be read: {error.strerror}", where=os.fspath(path)) from error
     if any(info.st_uid != os.geteuid() for info in seen):
-        raise StoreError(
-            f"belongs to user {seen[1].st_uid}, not to this user ({os.geteuid()})", where=os.fspath(path)
-        )
+        raise StoreError(f"belongs to user {seen[1].st_uid}, not to this user ({os.geteuid()})", where=os.fspath(path))
     mode = stat.S_IMODE(seen[1].st_mode)
     if mode & 0o022:
         raise StoreError(

@@ -34,9 +34,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     arguments = console.take_flags(sys.argv[1:] if argv is None else argv)
     try:
-        result = build_app(_chosen(arguments))(
-            arguments or ["--help"], prog_name="k31", standalone_mode=False
-        )
+        result = build_app(_chosen(arguments))(arguments or ["--help"], prog_name="k31", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         console.errors().print("stopped")
         return 1

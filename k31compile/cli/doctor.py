@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from k31compile.errors import StoreError
 _TORCH = "2.13"
 _REMEDY_AUTOLOAD = f"in your own scripts, before they import torch: export {environment.AUTOLOAD}=0"
 _PROBE = 'extern "C" int k31_probe() { return 31; }\n'
+_TELLING = re.compile(r"^[\w.]*(?:Error|Exception)\b|\berror: ")
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 _EXTRAS = {"transformers": "hf", "torch-npu": "ascend"}
 
@@ -41,8 +43,7 @@ class Check:
 def doctor() -> int:
     """Check Python, torch, torch-npu, the compiler, the cache folder and the CPU."""
     checks = [
-        check()
-        for check in (_python, _torch, _torch_import, _torch_npu, _compiler, _cache_folder, _cpu, _extras)
+        check() for check in (_python, _torch, _torch_import, _torch_npu, _compiler, _cache_folder, _cpu, _extras)
     ]
     broken = any(check.status == "fail" for check in checks)
     data = {
@@ -87,13 +88,9 @@ def _torch_import() -> Check:
     if error is None:
         return Check("import torch", "ok", "works, also in your own scripts")
     if _import_error("torch", {**as_user, environment.AUTOLOAD: "0"}) is None:
-        detail = (
-            f"fails in your own scripts, by the autoload of a vendor package ({error}); k31 turns that off"
-        )
+        detail = f"fails in your own scripts, by the autoload of a vendor package ({error}); k31 turns that off"
         return Check("import torch", "warn", detail, _REMEDY_AUTOLOAD)
-    return Check(
-        "import torch", "fail", error, f"install it anew: pip install --force-reinstall 'torch=={_TORCH}.*'"
-    )
+    return Check("import torch", "fail", error, f"install it anew: pip install --force-reinstall 'torch=={_TORCH}.*'")
 
 
 def _torch_npu() -> Check:
@@ -119,13 +116,9 @@ def _compiler() -> Check:
         return Check("compiler", "warn", f"no {command[0]}", f"install g++, or set CXX; {serves}")
     error = _build_error(command)
     if error:
-        return Check(
-            "compiler", "warn", f"{command[0]} cannot build a kernel: {error}", f"repair it; {serves}"
-        )
+        return Check("compiler", "warn", f"{command[0]} cannot build a kernel: {error}", f"repair it; {serves}")
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
-    return Check(
-        "compiler", "ok", f"{version.splitlines()[0] if version else command[0]}; builds and loads a kernel"
-    )
+    return Check("compiler", "ok", f"{version.splitlines()[0] if version else command[0]}; builds and loads a kernel")
 
 
 def _build_error(command: list[str]) -> str | None:
@@ -162,9 +155,7 @@ def _cpu() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS")
     limit = f", OMP_NUM_THREADS={threads}" if threads else ""
-    return Check(
-        "cpu", "ok", f"{platform.machine()}, {cores} cores{limit}, {' '.join(_isa()) or 'ISA unknown'}"
-    )
+    return Check("cpu", "ok", f"{platform.machine()}, {cores} cores{limit}, {' '.join(_isa()) or 'ISA unknown'}")
 
 
 def _isa() -> list[str]:
@@ -181,9 +172,7 @@ def _extras() -> Check:
     said = []
     for package, extra in _EXTRAS.items():
         version = _version(package)
-        said.append(
-            f"{package} {version}" if version else f"{package} absent (pip install 'k31compile[{extra}]')"
-        )
+        said.append(f"{package} {version}" if version else f"{package} absent (pip install 'k31compile[{extra}]')")
     return Check("extras", "ok", ", ".join(said))
 
 
@@ -207,5 +196,6 @@ def _run_error(command: list[str], env: dict[str, str]) -> str | None:
     if done.returncode == 0:
         return None
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    telling = [line for line in lines if "rror" in line]
-    return (telling or lines or [f"exit code {done.returncode}"])[-1]
+    # the first one: of chained tracebacks it is the cause, of a compiler's messages the one that the rest follow
+    telling = next(filter(_TELLING.search, lines), None)
+    return telling or (lines[-1] if lines else f"exit code {done.returncode}")
