@@ -24,7 +24,15 @@ from k31compile.errors import StoreError
 
 _TORCH = "2.13"
 _REMEDY_AUTOLOAD = f"in your own scripts, before they import torch: export {environment.AUTOLOAD}=0"
-_PROBE = 'extern "C" int k31_probe() { return 31; }\n'
+_PROBE = """
+#include <omp.h>
+extern "C" __attribute__((visibility("default"))) int k31_probe() { return omp_get_max_threads(); }
+"""
+# Those of k31compile.kernels.cpu.build, which cannot be asked: it stands behind an import of torch.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
+    "-march=native",
+)
 _TELLING = re.compile(r"^[\w.]*(?:Error|Exception)\b|\berror: ")
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 _EXTRAS = {"transformers": "hf", "torch-npu": "ascend"}
@@ -129,12 +137,11 @@ def _build_error(command: list[str]) -> str | None:
     with tempfile.TemporaryDirectory(dir=parent, prefix="doctor-") as folder:
         source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
         source.write_text(_PROBE)
-        flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-o", str(library), str(source)]
-        error = _run_error([*command, *flags], dict(os.environ))
+        error = _run_error([*command, *_FLAGS, "-o", str(library), str(source)], dict(os.environ))
         if error:
             return error
         try:
-            return None if ctypes.CDLL(str(library)).k31_probe() == 31 else "the built kernel answers wrongly"
+            return None if ctypes.CDLL(str(library)).k31_probe() > 0 else "the built kernel answers wrongly"
         except OSError as problem:
             return str(problem)
 

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from k31compile.cli import doctor as doctor_module
+from k31compile.kernels.cpu import build
+
 BLOCK_TORCH = """
 import sys
 
@@ -71,3 +74,7 @@ def test_it_names_the_remedy_where_torch_npu_breaks_torch(tmp_path: Path) -> Non
     assert "libhccl.so" in checks["import torch"]["detail"]
     assert "without CANN" in checks["torch-npu"]["detail"]
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("doctor-")]
+
+
+def test_its_probe_is_built_as_the_kernels_are() -> None:
+    assert (*build._COMMON, *build.VARIANTS["fast"]) == doctor_module._FLAGS
