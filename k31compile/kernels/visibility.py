@@ -55,19 +55,20 @@ def visible_lengths(
 ) -> torch.Tensor:
     """How many leading positions each row sees: int64 [B, T] in [0, positions].
 
-    `rows` is (B, T), `positions` the size S of the cache; lengths are clamped to what exists.
+    `rows` is (B, T), `positions` the size S of the cache; what exceeds the cache is clamped.
     """
     batch, count = rows
     if lengths_key is None:
         length = torch.full((batch, 1), positions, dtype=torch.int64, device=device)
     else:
-        length = lengths_key.to(device=device, dtype=torch.int64).clamp(0, positions)
+        length = lengths_key.to(device=device, dtype=torch.int64)
         length = length[:, None] if length.dim() == 1 else length
     queries = torch.full((batch, 1), count, dtype=torch.int64, device=device)
     if lengths_query is not None:
         queries = lengths_query.to(device=device, dtype=torch.int64).clamp(0, count)[:, None]
     row = torch.arange(count, device=device)[None, :]
-    visible = length if sparse_mode == FULL else (length - queries + 1 + row).clamp(min=0)
+    # Clamped last: a padded chunk at the end of a cache has a length beyond it, and its first rows are real.
+    visible = (length if sparse_mode == FULL else length - queries + 1 + row).clamp(0, positions)
     return torch.where(row < queries, visible, 0).contiguous()
 
 
