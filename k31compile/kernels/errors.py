@@ -1,12 +1,8 @@
-"""The one error that an operator raises when it is given arguments that it cannot serve."""
+"""How an operator refuses: one sentence that names the argument and what was expected (K31-0301)."""
 
 from __future__ import annotations
 
-
-class OperatorError(ValueError):
-    """Arguments outside an operator's contract; the message names the argument and what was expected."""
-
-    code = "K31-0301"
+from k31compile.errors import OperatorError
 
 
 def require(condition: bool, message: str) -> None:

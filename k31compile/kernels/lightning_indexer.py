@@ -10,14 +10,17 @@ from __future__ import annotations
 import torch
 
 from k31compile.kernels import paging
+from k31compile.kernels.checks import check_indexer, check_indexer_words
+from k31compile.kernels.cpu.lightning_indexer import indexer_provider
 from k31compile.kernels.errors import require
 from k31compile.kernels.library import register_operator
 from k31compile.kernels.visibility import check_lengths, visible_lengths
 
 SCHEMA = (
     "lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
-    "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', str layout_key='BSND', "
-    "SymInt sparse_count=2048, int sparse_mode=3, str order='position', str tail='minus_one') -> Tensor"
+    "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', "
+    "str layout_key='BSND', SymInt sparse_count=2048, int sparse_mode=3, str order='position', "
+    "str tail='minus_one') -> Tensor"
 )
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -39,45 +42,8 @@ def lightning_indexer_fake(
 ) -> torch.Tensor:
     """Shape and dtype of the result, int32 [B, T, 1, sparse_count]; sizes may be symbolic and stay so."""
     require(query.dim() == 4, f"query must be [B, T, H, D], not {query.dim()}-dimensional")
-    check_words(layout_query, order, tail)
+    check_indexer_words(layout_query, order, tail)
     return query.new_empty((query.shape[0], query.shape[1], 1, sparse_count), dtype=torch.int32)
-
-
-def check_words(layout_query: str, order: str, tail: str) -> None:
-    """Check the arguments that are words."""
-    require(layout_query == "BSND", f"layout_query must be 'BSND', not {layout_query!r}")
-    require(order in ("position", "score"), f"order must be 'position' or 'score', not {order!r}")
-    require(tail in ("minus_one", "lowest"), f"tail must be 'minus_one' or 'lowest', not {tail!r}")
-
-
-def check_arguments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    weights: torch.Tensor,
-    block_table: torch.Tensor | None,
-    layout_key: str,
-    sparse_count: int,
-    tail: str,
-) -> None:
-    """Check dtypes and shapes of real tensors; every provider calls this before it reads anything."""
-    require(query.dim() == 4, f"query must be [B, T, H, D], not {list(query.shape)}")
-    batch, rows, heads, width = query.shape
-    for name, tensor in (("query", query), ("key", key), ("weights", weights)):
-        require(tensor.dtype.is_floating_point, f"{name} must be floating point, not {tensor.dtype}")
-        require(tensor.device == query.device, f"{name} is on {tensor.device}, query on {query.device}")
-    paging.check_cache("key", key, batch, block_table, layout_key, "layout_key")
-    require(key.shape[2] == 1, f"key must have one head, not {key.shape[2]}")
-    require(key.shape[3] == width, f"key has {key.shape[3]} features, query {width}")
-    require(
-        tuple(weights.shape) == (batch, rows, heads),
-        f"weights must have shape [{batch}, {rows}, {heads}], not {list(weights.shape)}",
-    )
-    require(sparse_count >= 0, f"sparse_count must not be negative, is {sparse_count}")
-    limit = paging.positions(key, block_table)
-    require(
-        tail == "minus_one" or sparse_count <= limit,
-        f"tail='lowest' fills with positions, but sparse_count {sparse_count} exceeds the {limit} positions",
-    )
 
 
 def lightning_indexer_reference(
@@ -98,18 +64,18 @@ def lightning_indexer_reference(
     """Select positions; the definition of the operator, in row blocks.
 
     Args:
-        query: [B, T, H, D]; key: [B, S, 1, D], or pages [blocks, page, 1, D] with `layout_key='PA_BSND'`;
-            weights: [B, T, H]. Any mix of float dtypes; scores are float64 when query or key is, else float32.
-        actual_seq_lengths_query: integers [B]; actual_seq_lengths_key: integers [B] or [B, T] (see visibility).
+        query: [B, T, H, D]; key: [B, S, 1, D], or pages [blocks, page, 1, D] with `layout_key='PA_BSND'`.
+        weights: [B, T, H]. Any mix of float dtypes; scores are float64 when query or key is, else float32.
+        actual_seq_lengths_query: integers [B]; actual_seq_lengths_key: integers [B] or [B, T] (visibility.py).
         block_table: integers [B, max_blocks].
         order: "position" lists the selected ascending, "score" by descending score.
-        tail: what follows them in a row that sees fewer than `sparse_count`: -1 ("minus_one") or the lowest positions
-            that were not selected, ascending ("lowest").
+        tail: what follows them in a row that sees fewer than `sparse_count`: -1 ("minus_one") or the lowest
+            positions that were not selected, ascending ("lowest").
 
     Returns int32 [B, T, 1, sparse_count]. Raises OperatorError on anything outside this contract.
     """
-    check_words(layout_query, order, tail)
-    check_arguments(query, key, weights, block_table, layout_key, sparse_count, tail)
+    check_indexer_words(layout_query, order, tail)
+    check_indexer(query, key, weights, block_table, layout_key, sparse_count, tail)
     batch, rows, heads, _ = query.shape
     check_lengths((batch, rows), actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode)
     limit = paging.positions(key, block_table)
@@ -157,4 +123,5 @@ OPERATOR = register_operator(
     SCHEMA,
     fake=lightning_indexer_fake,
     reference=lightning_indexer_reference,
+    providers=(indexer_provider(),),
 )

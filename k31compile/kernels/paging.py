@@ -11,7 +11,12 @@ PAGED = "PA_BSND"
 
 
 def check_cache(
-    name: str, cache: torch.Tensor, batch: int, block_table: torch.Tensor | None, layout: str, layout_name: str
+    name: str,
+    cache: torch.Tensor,
+    batch: int,
+    block_table: torch.Tensor | None,
+    layout: str,
+    layout_name: str,
 ) -> None:
     """Check rank, layout word and block table of a cache [B,S,N,D] or pages [blocks,page,N,D]."""
     require(layout in (CONTIGUOUS, PAGED), f"{layout_name} must be 'BSND' or 'PA_BSND', not {layout!r}")
@@ -42,7 +47,11 @@ def positions(cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
 
 
 def slots(
-    cache: torch.Tensor, block_table: torch.Tensor | None, request: int, index: torch.Tensor, used: torch.Tensor
+    cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    request: int,
+    index: torch.Tensor,
+    used: torch.Tensor,
 ) -> torch.Tensor:
     """Rows of `cache` at `index` of one request: [..., N, D]; slots where `used` is False are read as zeros.
 
@@ -55,6 +64,9 @@ def slots(
         page = cache.shape[1]
         block = block_table[request].to(torch.int64)[index // page]
         outside = used & ((block < 0) | (block >= cache.shape[0]))
-        require(not bool(outside.any()), f"block_table of request {request} names a block outside [0, {cache.shape[0]})")
+        require(
+            not bool(outside.any()),
+            f"block_table of request {request} names a block outside [0, {cache.shape[0]})",
+        )
         rows = cache[torch.where(used, block, 0), index % page]
     return torch.where(used[..., None, None], rows, 0)

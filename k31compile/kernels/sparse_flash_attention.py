@@ -10,19 +10,19 @@ from __future__ import annotations
 import torch
 
 from k31compile.kernels import paging
+from k31compile.kernels.checks import check_attention, check_attention_words
+from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
 from k31compile.kernels.errors import require
 from k31compile.kernels.library import register_operator
 from k31compile.kernels.visibility import check_lengths, visible_lengths
 
 SCHEMA = (
-    "sparse_flash_attention(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, float scale_value, *, "
-    "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
+    "sparse_flash_attention(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, float scale_value, "
+    "*, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
     "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', "
     "str layout_kv='BSND', int sparse_mode=3, int attention_mode=2) -> Tensor"
 )
 _BLOCK_ELEMENTS = 1 << 22
-ORDINARY = 0
-ABSORBED = 2
 
 
 def sparse_flash_attention_fake(
@@ -46,73 +46,8 @@ def sparse_flash_attention_fake(
     """Shape and dtype of the result, [B, T, H, Dv] in query's dtype; sizes may be symbolic and stay so."""
     require(query.dim() == 4, f"query must be [B, T, H, D], not {query.dim()}-dimensional")
     require(value.dim() == 4, f"value must have 4 dimensions, not {value.dim()}")
-    check_words(layout_query, sparse_block_size, attention_mode)
+    check_attention_words(layout_query, sparse_block_size, attention_mode)
     return query.new_empty((*query.shape[:3], value.shape[3]))
-
-
-def check_words(layout_query: str, sparse_block_size: int, attention_mode: int) -> None:
-    """Check the arguments that choose a variant."""
-    require(layout_query == "BSND", f"layout_query must be 'BSND', not {layout_query!r}")
-    require(sparse_block_size == 1, f"sparse_block_size must be 1 (token granularity), not {sparse_block_size}")
-    require(attention_mode in (ORDINARY, ABSORBED), f"attention_mode must be 0 or 2, not {attention_mode}")
-
-
-def check_arguments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sparse_indices: torch.Tensor,
-    block_table: torch.Tensor | None,
-    query_rope: torch.Tensor | None,
-    key_rope: torch.Tensor | None,
-    layout_kv: str,
-    attention_mode: int,
-) -> None:
-    """Check dtypes and shapes of real tensors; every provider calls this before it reads anything."""
-    require(query.dim() == 4, f"query must be [B, T, H, D], not {list(query.shape)}")
-    batch, rows, heads, width = query.shape
-    _check_kv(query, key, value, block_table, layout_kv)
-    groups = key.shape[2]
-    require(groups > 0 and heads % groups == 0, f"{groups} key heads do not divide {heads} query heads")
-    require(attention_mode == ORDINARY or groups == 1, f"attention_mode 2 has one key head, not {groups}")
-    require(key.shape[3] == width, f"key has {key.shape[3]} features, query {width}")
-    integral = sparse_indices.dtype in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-    require(integral, f"sparse_indices must hold integers, not {sparse_indices.dtype}")
-    shape = tuple(sparse_indices.shape)
-    require(
-        len(shape) == 4 and shape[:3] == (batch, rows, 1),
-        f"sparse_indices must have shape [{batch}, {rows}, 1, K], not {list(shape)}",
-    )
-    require((query_rope is None) == (key_rope is None), "query_rope and key_rope come together or not at all")
-    if query_rope is not None and key_rope is not None:
-        _check_rope(query, key, query_rope, key_rope)
-
-
-def _check_kv(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor | None, layout_kv: str
-) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        require(tensor.dtype.is_floating_point, f"{name} must be floating point, not {tensor.dtype}")
-        require(tensor.device == query.device, f"{name} is on {tensor.device}, query on {query.device}")
-    paging.check_cache("key", key, query.shape[0], block_table, layout_kv, "layout_kv")
-    require(
-        value.dim() == 4 and value.shape[:3] == key.shape[:3],
-        f"value must have shape {[*key.shape[:3]]} + [Dv], not {list(value.shape)}",
-    )
-
-
-def _check_rope(query: torch.Tensor, key: torch.Tensor, query_rope: torch.Tensor, key_rope: torch.Tensor) -> None:
-    for name, tensor in (("query_rope", query_rope), ("key_rope", key_rope)):
-        require(tensor.dtype.is_floating_point, f"{name} must be floating point, not {tensor.dtype}")
-    require(
-        query_rope.dim() == 4 and query_rope.shape[:3] == query.shape[:3],
-        f"query_rope must have shape {[*query.shape[:3]]} + [R], not {list(query_rope.shape)}",
-    )
-    expected = (*key.shape[:3], query_rope.shape[3])
-    require(
-        tuple(key_rope.shape) == expected,
-        f"key_rope must have shape {list(expected)}, not {list(key_rope.shape)}",
-    )
 
 
 def check_range(sparse_indices: torch.Tensor, limit: int) -> None:
@@ -144,16 +79,16 @@ def sparse_flash_attention_reference(
 
     Args:
         query: [B, T, H, D]; key: [B, S, N, D]; value: [B, S, N, Dv], or pages [blocks, page, N, .] with
-            `layout_kv='PA_BSND'` and a block_table [B, max_blocks]; N divides H, and is 1 in attention_mode 2.
+            `layout_kv='PA_BSND'` and a block_table [B, max_blocks]; N divides H, and is 1 in mode 2.
         sparse_indices: integers [B, T, 1, K]; a negative one names nothing, one beyond the cache is an error.
         query_rope, key_rope: [B, T, H, R] and [B, S, N, R] (or pages), added to the logits.
-        actual_seq_lengths_query: integers [B]; actual_seq_lengths_kv: integers [B] or [B, T] (see visibility).
+        actual_seq_lengths_query: integers [B]; actual_seq_lengths_kv: integers [B] or [B, T] (visibility.py).
 
     Softmax runs in float32 (float64 for float64 tensors). Returns [B, T, H, Dv] in query's dtype. Raises
     OperatorError on anything outside this contract.
     """
-    check_words(layout_query, sparse_block_size, attention_mode)
-    check_arguments(
+    check_attention_words(layout_query, sparse_block_size, attention_mode)
+    check_attention(
         query, key, value, sparse_indices, block_table, query_rope, key_rope, layout_kv, attention_mode
     )
     batch, rows, heads, _ = query.shape
@@ -186,10 +121,9 @@ def _attend(
     """Attention of [t, H, D] over gathered rows [t, K, N, .] where `used` [t, K]."""
     wide = torch.float64 in (query.dtype, keys.dtype, values.dtype)
     dtype = torch.float64 if wide else torch.float32
-    rows, heads, _ = query.shape
-    groups = keys.shape[2]
+    heads, groups = query.shape[1], keys.shape[2]
     with torch.autocast(query.device.type, enabled=False):
-        grouped = query.to(dtype).unflatten(1, (groups, heads // groups))
+        grouped = query.to(dtype).reshape(query.shape[0], groups, heads // groups, -1)
         logits = torch.einsum("tngd,tknd->tngk", grouped, keys.to(dtype)) * scale
         logits = logits.masked_fill(~used[:, None, None, :], -torch.inf)
         top = logits.amax(-1, keepdim=True) if used.shape[1] else logits.new_zeros((*logits.shape[:3], 1))
@@ -203,4 +137,5 @@ OPERATOR = register_operator(
     SCHEMA,
     fake=sparse_flash_attention_fake,
     reference=sparse_flash_attention_reference,
+    providers=(attention_provider(),),
 )

@@ -20,7 +20,10 @@ CAUSAL = 3
 
 
 def check_lengths(
-    rows: tuple[int, int], lengths_query: torch.Tensor | None, lengths_key: torch.Tensor | None, sparse_mode: int
+    rows: tuple[int, int],
+    lengths_query: torch.Tensor | None,
+    lengths_key: torch.Tensor | None,
+    sparse_mode: int,
 ) -> None:
     """Check mode, dtypes and shapes of the lengths against `rows` = (batch, query rows)."""
     require(sparse_mode in (FULL, CAUSAL), f"sparse_mode must be 0 or 3, not {sparse_mode}")
@@ -73,5 +76,7 @@ def visible_lengths(
 
 
 def _check_integers(name: str, tensor: torch.Tensor) -> None:
-    integral = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
+    integral = (
+        not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
+    )
     require(integral, f"{name} must hold integers, not {tensor.dtype}")

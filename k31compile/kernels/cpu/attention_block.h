@@ -1,0 +1,226 @@
+// One block of gathered keys: logits, online softmax, mixing of values. Head vectors lie across the lanes for the
+// logits and down the rows for the mixing; all of it happens in the calling thread's scratch.
+#pragma once
+#include <algorithm>
+
+#include "cache.h"
+#include "tile.h"
+
+namespace k31 {
+
+struct AttentionCall {
+    Operand query;
+    Operand query_rope;
+    Operand key;
+    Operand key_rope;
+    Operand value;
+    Paging paging;
+    Lengths lengths;
+    const char* indices;
+    int64_t index_bytes;
+    int64_t index_stride_request;
+    int64_t index_stride_row;
+    int64_t count;
+    int64_t heads;
+    int64_t groups;
+    int64_t width;
+    int64_t rope_width;
+    int64_t value_width;
+    double scale;
+    int64_t threads;
+    char* result;
+    int64_t result_dtype;
+    int64_t failed;
+};
+
+constexpr int64_t KEYS = 2 * ROW_BLOCK;    // gathered rows of 576 floats stay in the second-level cache
+constexpr int64_t DEPTH_STEP = 192;        // a panel of this depth stays in the first-level cache
+constexpr int64_t HEAD_TILE = 4;           // divides every LANES
+constexpr int MIX_VECS = LANES == 16 ? 4 : 3;
+
+// Sizes that follow from a call, in elements or numbers.
+template <class Dot> struct Shape {
+    int64_t heads, head_lanes, key_depth, depth, value_lanes;
+    bool value_is_key;  // absorbed MLA: the values are the leading numbers of the keys
+
+    explicit Shape(const AttentionCall& call)
+        : heads(call.heads / call.groups), head_lanes(round_up(heads, LANES)), key_depth(depth_of<Dot>(call.width)),
+          depth(key_depth + depth_of<Dot>(call.rope_width)), value_lanes(round_up(call.value_width, LANES)) {
+        const Operand &k = call.key, &v = call.value;
+        value_is_key = k.data == v.data && k.dtype == v.dtype && k.stride_outer == v.stride_outer &&
+                       k.stride_row == v.stride_row && k.stride_head == v.stride_head &&
+                       call.value_width <= call.width;
+    }
+};
+
+// Softmax state of the heads over the keys seen so far: unnormalised output, maximum, sum of weights.
+struct Partial {
+    float* output;  // [head_lanes][value_lanes]
+    float* top;     // [head_lanes]
+    float* total;   // [head_lanes]
+
+    template <class Dot> static Partial carve(Carver& from, const Shape<Dot>& shape) {
+        return {from.take<float>(shape.head_lanes * shape.value_lanes), from.take<float>(shape.head_lanes),
+                from.take<float>(shape.head_lanes)};
+    }
+    template <class Dot> void clear(const Shape<Dot>& shape) {
+        std::fill(output, output + shape.head_lanes * shape.value_lanes, 0.0f);
+        std::fill(top, top + shape.head_lanes, -__builtin_inff());
+        std::fill(total, total + shape.head_lanes, 0.0f);
+    }
+};
+
+// A maximum that can be subtracted: -inf stands for "nothing yet" and must not make inf - inf.
+K31_INLINE Floats subtractable(Floats top) { return top == -__builtin_inff() ? Floats{} : top; }
+
+template <class Dot> struct Block {
+    using Element = typename Dot::Element;
+    char* keys;        // [KEYS][depth] elements, the rope after the rest
+    char* values;      // FloatDot: [KEYS][value_lanes] floats; PairDot: [KEYS / 2][value_lanes] pairs of keys
+    float* logits;     // [KEYS][head_lanes]; FloatDot's weights too
+    Words* weights;    // PairDot: [KEYS / 2][head_lanes] pairs
+    float* decay;      // [head_lanes]
+
+    static Block carve(Carver& from, const Shape<Dot>& s) {
+        // One vector more than the rows: the last tile of the values reads whole vectors.
+        return {from.take<char>((KEYS * s.depth + LANES) * 4), from.take<char>((KEYS * s.value_lanes + LANES) * 4),
+                from.take<float>(KEYS * s.head_lanes), from.take<Words>(KEYS / 2 * s.head_lanes / LANES),
+                from.take<float>(s.head_lanes)};
+    }
+
+    void gather(const AttentionCall& call, const Shape<Dot>& s, const RequestCache& cache, int64_t head,
+                const int64_t* positions, int64_t n, int64_t ahead);
+    void score(const Shape<Dot>& s, const Element* query, int64_t n, float scale);
+    void weigh(const Shape<Dot>& s, int64_t n, Partial& state);
+    void mix(const Shape<Dot>& s, int64_t n, Partial& state) const;
+};
+
+K31_INLINE void prefetch(const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+// Copy n named rows here, as elements; the `ahead` positions that follow them are fetched meanwhile.
+template <class Dot>
+void Block<Dot>::gather(const AttentionCall& call, const Shape<Dot>& s, const RequestCache& cache, int64_t head,
+                        const int64_t* positions, int64_t n, int64_t ahead) {
+    const char* previous = nullptr;
+    for (int64_t j = 0; j < n; j++) {
+        if (j < ahead) prefetch(cache.row(call.key, positions[n + j], head), call.width * size_of(call.key.dtype));
+        char* key = keys + j * s.depth * 4;
+        copy_row(Dot{}, cache.row(call.key, positions[j], head), call.key.dtype, call.width, key);
+        if (call.rope_width)
+            copy_row(Dot{}, cache.row(call.key_rope, positions[j], head), call.key_rope.dtype, call.rope_width,
+                     key + s.key_depth * 4);
+        const char* value = cache.row(call.value, positions[j], head);
+        if constexpr (Dot::PER_ELEMENT == 1) {
+            if (!s.value_is_key)
+                copy_row(Dot{}, value, call.value.dtype, call.value_width, values + j * s.value_lanes * 4);
+        } else if (j % 2 || j + 1 == n) {
+            const char *low = j % 2 ? previous : value, *high = j % 2 ? value : nullptr;
+            interleave(low, high, call.value_width, values + j / 2 * s.value_lanes * 4);
+        }
+        previous = value;
+    }
+}
+
+// logits[j][h] = scale * key_j . query_h
+template <class Dot, int VECS>
+void score_heads(const char* const* rows, int64_t n, int64_t depth, const typename Dot::Element* panel, float scale,
+                 float* logits, int64_t stride) {
+    constexpr int ROWS = TILE_ROWS<VECS>;
+    for (int64_t from = 0; from < depth; from += DEPTH_STEP) {
+        const int64_t step = std::min(DEPTH_STEP, depth - from);
+        const float factor = from + step == depth ? scale : 1.0f;
+        for (int64_t j = 0; j < n; j += ROWS) {
+            Floats sum[ROWS][VECS] = {};
+            float* out = logits + j * stride;
+            if (from)
+                for (int m = 0; m < ROWS; m++)
+                    for (int v = 0; v < VECS; v++) sum[m][v] = load<Floats>(out + m * stride + v * LANES);
+            dot_tile<Dot, ROWS, VECS>(rows + j, from, step, panel + from * VECS * LANES, sum);
+            for (int m = 0; m < ROWS; m++)
+                for (int v = 0; v < VECS; v++) store(out + m * stride + v * LANES, sum[m][v] * factor);
+        }
+    }
+}
+
+template <class Dot> void Block<Dot>::score(const Shape<Dot>& s, const Element* query, int64_t n, float scale) {
+    const char* rows[KEYS];
+    for (int64_t j = 0; j < KEYS; j++) rows[j] = keys + std::min(j, n - 1) * s.depth * 4;
+    const int64_t vectors = s.head_lanes / LANES;
+    for (int64_t v = 0; v < vectors;) {
+        const int width = panel_width(vectors - v);
+        auto heads = width == 1 ? score_heads<Dot, 1> : width == 2 ? score_heads<Dot, 2> : score_heads<Dot, WIDEST>;
+        heads(rows, n, s.depth, query + v * LANES * s.depth, scale, logits + v * LANES, s.head_lanes);
+        v += width;
+    }
+}
+
+// Logits become weights; the state's maximum and sum move on, `decay` says how much its output shrinks.
+template <class Dot> void Block<Dot>::weigh(const Shape<Dot>& s, int64_t n, Partial& state) {
+    for (int64_t h = 0; h < s.head_lanes; h += LANES) {
+        const Floats before = load<Floats>(state.top + h);
+        Floats top = before;
+        for (int64_t j = 0; j < n; j++) top = larger(top, load<Floats>(logits + j * s.head_lanes + h));
+        const Floats base = subtractable(top), shrink = exp_negative(before - base);
+        Floats total = load<Floats>(state.total + h) * shrink;
+        for (int64_t j = 0; j < n; j++) {
+            float* place = logits + j * s.head_lanes + h;
+            Floats weight = exp_negative(load<Floats>(place) - base);
+            if constexpr (Dot::PER_ELEMENT == 2) {
+                // Summed as rounded, so that the weights that are used still add up to one.
+                const Words half = narrow_finite(weight);
+                weight = bits<Floats>(half << 16);
+                Words& pair = weights[(j / 2 * s.head_lanes + h) / LANES];
+                pair = j % 2 ? pair | half << 16 : half;
+            }
+            total += weight;
+            store(place, weight);
+        }
+        store(state.top + h, top);
+        store(state.total + h, total);
+        store(decay + h, shrink);
+    }
+}
+
+// output[h][d] = output[h][d] * decay[h] + sum_j weight[j][h] * value[j][d], for HEAD_TILE heads and VECS vectors.
+template <class Dot, int VECS>
+K31_INLINE void mix_tile(const char* weights, int64_t head_lanes, const char* values, int64_t value_stride, int64_t depth,
+                         const float* decay, float* output, int64_t output_stride) {
+    Floats sum[HEAD_TILE][VECS];
+    for (int h = 0; h < HEAD_TILE; h++)
+        for (int v = 0; v < VECS; v++) sum[h][v] = load<Floats>(output + h * output_stride + v * LANES) * decay[h];
+    for (int64_t j = 0; j < depth; j++) {
+        Words value[VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) value[v] = load<Words>(values + (j * value_stride + v * LANES) * 4);
+#pragma GCC unroll 4
+        for (int h = 0; h < HEAD_TILE; h++) {
+            const auto weight = read<typename Dot::Element>(weights + (j * head_lanes + h) * 4);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) sum[h][v] = Dot::step(sum[h][v], weight, value[v]);
+        }
+    }
+    for (int h = 0; h < HEAD_TILE; h++)
+        for (int v = 0; v < VECS; v++) store(output + h * output_stride + v * LANES, sum[h][v]);
+}
+
+template <class Dot> void Block<Dot>::mix(const Shape<Dot>& s, int64_t n, Partial& state) const {
+    const bool shared = Dot::PER_ELEMENT == 1 && s.value_is_key;
+    const char* from = shared ? keys : values;
+    const int64_t stride = shared ? s.depth : s.value_lanes, depth = depth_of<Dot>(n);
+    const char* weight = Dot::PER_ELEMENT == 1 ? reinterpret_cast<const char*>(logits)
+                                               : reinterpret_cast<const char*>(weights);
+    const int64_t vectors = s.value_lanes / LANES;
+    for (int64_t d = 0; d < vectors;) {
+        const int64_t left = vectors - d;
+        const int width = left >= MIX_VECS && left != MIX_VECS + 1 ? MIX_VECS : left >= 2 ? 2 : 1;
+        const auto tile = width == MIX_VECS ? mix_tile<Dot, MIX_VECS> : width == 2 ? mix_tile<Dot, 2> : mix_tile<Dot, 1>;
+        for (int64_t h = 0; h < s.heads; h += HEAD_TILE)
+            tile(weight + h * 4, s.head_lanes, from + d * LANES * 4, stride, depth, decay + h,
+                 state.output + h * s.value_lanes + d * LANES, s.value_lanes);
+        d += width;
+    }
+}
+
+}  // namespace k31

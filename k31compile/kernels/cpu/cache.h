@@ -1,0 +1,97 @@
+// What both operators share: a cache seen through strides or a block table, who sees how much of it, and scratch.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+
+#include "tile.h"
+
+namespace k31 {
+
+enum Status : int64_t { OK = 0, BAD_BLOCK = 1, BAD_INDEX = 2, NO_MEMORY = 3 };
+
+// Every struct that crosses the C boundary has 8-byte members only; calls.py mirrors them field by field.
+struct Operand {
+    const char* data;
+    int64_t dtype;
+    int64_t stride_outer;  // request or block, in numbers
+    int64_t stride_row;    // query row, or position within the request or block
+    int64_t stride_head;
+};
+
+struct Paging {
+    const int64_t* table;  // null: the cache is one piece per request
+    int64_t table_stride;
+    int64_t blocks;
+    int64_t page;
+};
+
+struct Lengths {
+    const int64_t* query;  // null: every row is real
+    const int64_t* key;    // null: the whole cache
+    int64_t key_per_row;
+    int64_t causal;
+    int64_t batch;
+    int64_t rows;
+    int64_t limit;
+
+    // K3.1 spec 2.8: the first `visible` positions of request b are what row i sees.
+    int64_t visible(int64_t b, int64_t i) const {
+        const int64_t real = query ? std::clamp<int64_t>(query[b], 0, rows) : rows;
+        if (i >= real) return 0;
+        const int64_t length = !key ? limit : key_per_row ? key[b * rows + i] : key[b];
+        // Clamped last: a padded chunk at the end of a cache has a length beyond it, and its first rows are real.
+        return std::clamp<int64_t>(causal ? length - real + 1 + i : length, 0, limit);
+    }
+};
+
+// Positions of one request, and where each of them lies.
+struct RequestCache {
+    const Paging& paging;
+    int64_t request;
+
+    K31_INLINE int64_t block(int64_t position) const {
+        return paging.table[request * paging.table_stride + position / paging.page];
+    }
+    K31_INLINE bool exists(int64_t position) const {
+        return !paging.table || (block(position) >= 0 && block(position) < paging.blocks);
+    }
+    K31_INLINE const char* row(const Operand& cache, int64_t position, int64_t head) const {
+        const int64_t outer = paging.table ? block(position) : request;
+        const int64_t inner = paging.table ? position % paging.page : position;
+        const int64_t offset = outer * cache.stride_outer + inner * cache.stride_row + head * cache.stride_head;
+        return cache.data + offset * size_of(cache.dtype);
+    }
+};
+
+// One allocation per call, so that nothing outlives it and calls from several threads share nothing.
+class Scratch {
+  public:
+    explicit Scratch(int64_t bytes) : base_(static_cast<char*>(std::aligned_alloc(64, size_t(round_up(bytes + 1, 64))))) {}
+    ~Scratch() { std::free(base_); }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    explicit operator bool() const { return base_ != nullptr; }
+    char* base() const { return base_; }
+
+  private:
+    char* base_;
+};
+
+// Hands out aligned parts of a scratch; with a null base it only adds up how much is needed.
+class Carver {
+  public:
+    explicit Carver(char* base) : base_(base) {}
+    template <class T> T* take(int64_t count) {
+        T* part = reinterpret_cast<T*>(base_ ? base_ + used_ : nullptr);
+        used_ += round_up(count * int64_t(sizeof(T)), 64);
+        return part;
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    char* base_;
+    int64_t used_ = 0;
+};
+
+}  // namespace k31

@@ -1,0 +1,107 @@
+"""The C structures that the kernels take, field by field as in cpu/*.h, and how tensors enter them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from k31compile.kernels.visibility import CAUSAL
+
+OK, BAD_BLOCK, BAD_INDEX, NO_MEMORY = range(4)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def _integers(names: str) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+class Operand(ctypes.Structure):
+    """A tensor [outer, row, head, number] whose numbers lie side by side."""
+
+    _fields_ = _integers("data dtype stride_outer stride_row stride_head")
+
+
+class Paging(ctypes.Structure):
+    """A block table, all zero when the cache has none."""
+
+    _fields_ = _integers("table table_stride blocks page")
+
+
+class Lengths(ctypes.Structure):
+    """Who sees how much (visibility.py)."""
+
+    _fields_ = _integers("query key key_per_row causal batch rows limit")
+
+
+class IndexerCall(ctypes.Structure):
+    """Arguments of k31_lightning_indexer."""
+
+    _fields_ = [
+        ("query", Operand),
+        ("key", Operand),
+        ("weights", Operand),
+        ("paging", Paging),
+        ("lengths", Lengths),
+        *_integers("heads width count by_score fill_lowest threads result failed"),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    """Arguments of k31_sparse_attention."""
+
+    _fields_ = [
+        *((name, Operand) for name in ("query", "query_rope", "key", "key_rope", "value")),
+        ("paging", Paging),
+        ("lengths", Lengths),
+        *_integers("indices index_bytes index_stride_request index_stride_row count"),
+        *_integers("heads groups width rope_width value_width"),
+        ("scale", ctypes.c_double),
+        *_integers("threads result result_dtype failed"),
+    ]
+
+
+FUNCTIONS: dict[str, type[ctypes.Structure]] = {
+    "k31_lightning_indexer": IndexerCall,
+    "k31_sparse_attention": AttentionCall,
+}
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself when its last dimension is contiguous, else a copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def operand(tensor: torch.Tensor | None) -> Operand:
+    """Describe a readable [outer, row, head, number] tensor, or weights [outer, row, head]; None is all zero."""
+    if tensor is None:
+        return Operand()
+    stride = tensor.stride()
+    return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], stride[0], stride[1], stride[2])
+
+
+def integers(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Lengths and tables as the kernels read them: int64, contiguous."""
+    return None if tensor is None else tensor.to(torch.int64).contiguous()
+
+
+def paging(table: torch.Tensor | None, cache: torch.Tensor) -> Paging:
+    """Describe an int64 block table over the pages of `cache`."""
+    if table is None:
+        return Paging()
+    return Paging(table.data_ptr(), table.shape[1], cache.shape[0], cache.shape[1])
+
+
+def lengths(
+    query: torch.Tensor | None, key: torch.Tensor | None, mode: int, rows: tuple[int, int], limit: int
+) -> Lengths:
+    """Describe int64 lengths; `rows` is (batch, query rows), `limit` the positions of a request."""
+    return Lengths(
+        0 if query is None else query.data_ptr(),
+        0 if key is None else key.data_ptr(),
+        key is not None and key.dim() == 2,
+        mode == CAUSAL,
+        *rows,
+        limit,
+    )

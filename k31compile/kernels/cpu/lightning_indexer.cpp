@@ -1,0 +1,226 @@
+// k31::lightning_indexer on the CPU (K3.1 spec 2.8): score every visible key, keep the best positions.
+//
+// Query heads lie across the vector lanes (packed once per row), keys are broadcast from where they lie; the weighted
+// sum over heads never leaves the registers' neighbourhood, so a score costs its multiplications and little else.
+#include <omp.h>
+
+#include "cache.h"
+#include "select.h"
+#include "tile.h"
+
+namespace k31 {
+
+struct IndexerCall {
+    Operand query;
+    Operand key;
+    Operand weights;
+    Paging paging;
+    Lengths lengths;
+    int64_t heads;
+    int64_t width;
+    int64_t count;
+    int64_t by_score;
+    int64_t fill_lowest;
+    int64_t threads;
+    int32_t* result;
+    int64_t failed;
+};
+
+constexpr int64_t KEYS_PER_TASK = 16 * ROW_BLOCK;
+constexpr double WORTH_A_THREAD = 2e6;  // multiplications below which waking a thread costs more than it saves
+
+// One row's query: panels of heads, and beside each head vector its weights and the mask of heads that exist.
+template <class Dot> struct PackedQuery {
+    using Element = typename Dot::Element;
+    Element* panels;
+    Floats* weights;
+    Words* exists;
+
+    static PackedQuery carve(Carver& from, const IndexerCall& call) {
+        const int64_t columns = round_up(call.heads, LANES);
+        return {from.take<Element>(columns * depth_of<Dot>(call.width)), from.take<Floats>(columns / LANES),
+                from.take<Words>(columns / LANES)};
+    }
+
+    void pack(const IndexerCall& call, int64_t b, int64_t row) {
+        const Operand &q = call.query, &w = call.weights;
+        const char* query = q.data + (b * q.stride_outer + row * q.stride_row) * size_of(q.dtype);
+        const char* weight = w.data + (b * w.stride_outer + row * w.stride_row) * size_of(w.dtype);
+        const int64_t vectors = round_up(call.heads, LANES) / LANES, depth = depth_of<Dot>(call.width);
+        for (int64_t v = 0; v < vectors; v += panel_width(vectors - v))
+            pack_panel<Dot>(query, q.dtype, q.stride_head, call.heads, v * LANES, panel_width(vectors - v), call.width,
+                            panels + v * LANES * depth);
+        for (int64_t h = 0; h < vectors * LANES; h++) {
+            const bool real = h < call.heads;
+            store(reinterpret_cast<char*>(weights) + h * 4, real ? element_of(weight, w.dtype, h * w.stride_head) : 0.0f);
+            store(reinterpret_cast<char*>(exists) + h * 4, real ? 0xffffffffu : 0u);
+        }
+    }
+};
+
+// What one thread needs to score a block of keys.
+struct KeyBlock {
+    const char* rows[ROW_BLOCK];
+    char* copies;
+    Floats* sums;
+
+    static KeyBlock carve(Carver& from, int64_t depth) {
+        KeyBlock block{};
+        block.copies = from.take<char>(ROW_BLOCK * depth * 4);
+        block.sums = from.take<Floats>(ROW_BLOCK);
+        return block;
+    }
+};
+
+// sums[r] += weights * relu(keys[r] . panel), lane by lane, for one panel of VECS head vectors.
+template <class Dot, int VECS>
+void score_panel(KeyBlock& block, int64_t keys, int64_t depth, const typename Dot::Element* panel,
+                 const Floats* weights, const Words* exists, bool first) {
+    constexpr int ROWS = TILE_ROWS<VECS>;
+    for (int64_t r = 0; r < keys; r += ROWS) {
+        Floats dots[ROWS][VECS] = {};
+        dot_tile<Dot, ROWS, VECS>(block.rows + r, 0, depth, panel, dots);
+        for (int m = 0; m < ROWS; m++) {
+            Floats sum = first ? Floats{} : block.sums[r + m];
+            for (int v = 0; v < VECS; v++) {
+                // A lane without a head must stay zero even where the key is infinite (0 * inf).
+                const Floats dot = bits<Floats>(bits<Words>(dots[m][v]) & exists[v]);
+                sum += weights[v] * relu(dot);
+            }
+            block.sums[r + m] = sum;
+        }
+    }
+}
+
+template <class Dot>
+void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const RequestCache& cache,
+                 int64_t from, int64_t to, uint32_t* ranks) {
+    const int64_t keys = to - from, depth = depth_of<Dot>(call.width);
+    const bool direct = in_place<Dot>(call.key.dtype, call.width);
+    for (int64_t r = 0; r < ROW_BLOCK; r++) {
+        if (r >= keys) {
+            block.rows[r] = block.rows[keys - 1];  // whole tiles: what these rows give is dropped
+            continue;
+        }
+        const char* row = cache.row(call.key, from + r, 0);
+        block.rows[r] = direct ? row : block.copies + r * depth * 4;
+        if (!direct) copy_row(Dot{}, row, call.key.dtype, call.width, block.copies + r * depth * 4);
+    }
+    const int64_t vectors = round_up(call.heads, LANES) / LANES;
+    for (int64_t v = 0; v < vectors;) {
+        const int width = panel_width(vectors - v);
+        const auto* panel = query.panels + v * LANES * depth;
+        auto score = width == 1 ? score_panel<Dot, 1> : width == 2 ? score_panel<Dot, 2> : score_panel<Dot, WIDEST>;
+        score(block, keys, depth, panel, query.weights + v, query.exists + v, v == 0);
+        v += width;
+    }
+    for (int64_t r = 0; r < keys; r++) ranks[from + r] = rank_of(sum_lanes(block.sums[r]));
+}
+
+template <class Dot>
+void score_range(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const RequestCache& cache,
+                 int64_t from, int64_t to, uint32_t* ranks) {
+    for (int64_t s = from; s < to; s += ROW_BLOCK)
+        score_block<Dot>(call, query, block, cache, s, std::min<int64_t>(s + ROW_BLOCK, to), ranks);
+}
+
+// A row that sees no more than `count` keys selects them all: nothing to score unless their order is asked for.
+inline bool needs_scores(const IndexerCall& call, int64_t visible) {
+    return visible > call.count ? call.count > 0 : call.by_score && visible > 1;
+}
+
+void emit(const IndexerCall& call, int64_t visible, const uint32_t* ranks, uint32_t* counts, int32_t* out) {
+    select_positions(ranks, visible, call.count, counts, out);
+    const int64_t selected = std::min(visible, call.count);
+    if (call.by_score && needs_scores(call, visible)) sort_by_score(ranks, selected, out);
+    for (int64_t j = selected; j < call.count; j++) out[j] = call.fill_lowest ? int32_t(j) : -1;
+}
+
+// Everything that a thread touches when it works on a row.
+template <class Dot> struct Worker {
+    PackedQuery<Dot> query;
+    KeyBlock block;
+    uint32_t* ranks;
+    uint32_t* counts;
+
+    static Worker carve(Carver& from, const IndexerCall& call) {
+        return {PackedQuery<Dot>::carve(from, call), KeyBlock::carve(from, depth_of<Dot>(call.width)),
+                from.take<uint32_t>(call.lengths.limit), from.take<uint32_t>(SELECT_WORDS)};
+    }
+};
+
+// Many rows: each thread takes whole rows, the longest histories first.
+template <class Dot> void over_rows(const IndexerCall& call, int64_t threads, char* base, int64_t stride) {
+    const int64_t rows = call.lengths.rows, batch = call.lengths.batch;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t item = batch * rows - 1; item >= 0; item--) {
+        const int64_t row = item / batch, b = item % batch;
+        Carver carver(base + omp_get_thread_num() * stride);
+        Worker<Dot> worker = Worker<Dot>::carve(carver, call);
+        const int64_t visible = call.lengths.visible(b, row);
+        if (needs_scores(call, visible)) {
+            worker.query.pack(call, b, row);
+            score_range<Dot>(call, worker.query, worker.block, {call.paging, b}, 0, visible, worker.ranks);
+        }
+        emit(call, visible, worker.ranks, worker.counts, call.result + (b * rows + row) * call.count);
+    }
+}
+
+// Few rows (decode): the threads share the keys of one row after the other.
+template <class Dot> void over_keys(const IndexerCall& call, int64_t threads, char* base, int64_t stride) {
+    Carver shared_carver(base);
+    Worker<Dot> shared = Worker<Dot>::carve(shared_carver, call);
+    for (int64_t item = 0; item < call.lengths.batch * call.lengths.rows; item++) {
+        const int64_t b = item / call.lengths.rows, row = item % call.lengths.rows;
+        const int64_t visible = call.lengths.visible(b, row);
+        if (needs_scores(call, visible)) {
+            shared.query.pack(call, b, row);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+            for (int64_t s = 0; s < visible; s += KEYS_PER_TASK) {
+                Carver carver(base + omp_get_thread_num() * stride);
+                KeyBlock block = Worker<Dot>::carve(carver, call).block;
+                score_range<Dot>(call, shared.query, block, {call.paging, b}, s, std::min(s + KEYS_PER_TASK, visible),
+                                 shared.ranks);
+            }
+        }
+        emit(call, visible, shared.ranks, shared.counts, call.result + item * call.count);
+    }
+}
+
+// Every block that a visible position lies in must exist, before the first of them is read.
+int64_t check_blocks(IndexerCall& call) {
+    if (!call.paging.table) return OK;
+    for (int64_t b = 0; b < call.lengths.batch; b++) {
+        int64_t visible = 0;
+        for (int64_t row = 0; row < call.lengths.rows; row++) visible = std::max(visible, call.lengths.visible(b, row));
+        for (int64_t s = 0; s < visible; s += call.paging.page)
+            if (!RequestCache{call.paging, b}.exists(s)) {
+                call.failed = b;
+                return BAD_BLOCK;
+            }
+    }
+    return OK;
+}
+
+template <class Dot> int64_t run(const IndexerCall& call) {
+    const int64_t items = call.lengths.batch * call.lengths.rows;
+    const double work = double(items) * double(call.lengths.limit) * double(call.heads) * double(call.width);
+    const int64_t threads = work < WORTH_A_THREAD ? 1 : std::max<int64_t>(call.threads, 1);
+    const bool few = threads > 1 && items < 4 * threads;
+    Carver measure(nullptr);
+    Worker<Dot>::carve(measure, call);
+    const Scratch scratch(measure.used() * threads);
+    if (!scratch) return NO_MEMORY;
+    (few ? over_keys<Dot> : over_rows<Dot>)(call, threads, scratch.base(), measure.used());
+    return OK;
+}
+
+}  // namespace k31
+
+K31_EXPORT int64_t k31_lightning_indexer_size() { return sizeof(k31::IndexerCall); }
+
+K31_EXPORT int64_t k31_lightning_indexer(k31::IndexerCall* call) {
+    if (const int64_t status = k31::check_blocks(*call)) return status;
+    const bool pairs = k31::PAIRS && call->query.dtype == k31::BFLOAT16 && call->key.dtype == k31::BFLOAT16;
+    return pairs ? k31::run<k31::PairDot>(*call) : k31::run<k31::FloatDot>(*call);
+}

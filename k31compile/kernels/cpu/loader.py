@@ -1,0 +1,67 @@
+"""The built kernels as callables: load once, remember a failure, and turn a status into an error."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import Any
+
+from k31compile.errors import BuildError, OperatorError
+from k31compile.kernels.cpu import build, calls
+
+SWITCH = "K31_CPU_KERNELS"
+_LOCK = threading.Lock()
+_LOADED: dict[str, ctypes.CDLL | BuildError] = {}
+
+
+def library(variant: str = "fast") -> ctypes.CDLL:
+    """The loaded kernels of a variant, built first when they are not there; raises BuildError, the same each time."""
+    found = _LOADED.get(variant)
+    if found is None:
+        with _LOCK:
+            found = _LOADED.get(variant) or _load(variant)
+            _LOADED[variant] = found
+    if isinstance(found, BuildError):
+        raise found
+    return found
+
+
+def available(variant: str = "fast") -> tuple[bool, str]:
+    """Whether the C++ kernels serve here, and why."""
+    if os.environ.get(SWITCH) == "0":
+        return False, f"switched off by {SWITCH}=0"
+    try:
+        library(variant)
+    except BuildError as error:
+        return False, str(error)
+    return True, "C++ kernels built for this machine"
+
+
+def call(variant: str, function: str, arguments: ctypes.Structure, limit: int) -> None:
+    """Run a kernel; raises OperatorError for what it refused before it read anything there."""
+    status = getattr(library(variant), function)(ctypes.byref(arguments))
+    if status == calls.BAD_BLOCK:
+        where = f"request {arguments.failed}"
+        raise OperatorError("block_table names a block that does not exist", where=where)
+    if status == calls.BAD_INDEX:
+        raise OperatorError(f"sparse_indices holds {arguments.failed}, but the cache has {limit} positions")
+    if status == calls.NO_MEMORY:
+        raise MemoryError("no memory for the kernel's scratch")
+
+
+def _load(variant: str) -> ctypes.CDLL | BuildError:
+    try:
+        loaded = ctypes.CDLL(str(build.built_library(variant)))
+        for name, structure in calls.FUNCTIONS.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
+            size: Any = getattr(loaded, f"{name}_size")
+            size.restype = ctypes.c_int64
+            if size() != ctypes.sizeof(structure):
+                return BuildError(f"{name} and its Python side disagree on their arguments")
+    except BuildError as error:
+        return error
+    except (OSError, AttributeError) as error:
+        return BuildError(f"the built kernels do not load: {error}")
+    return loaded

@@ -1,0 +1,79 @@
+// Exact top-k of a row of scores: larger first, equal ones by lower position, NaN largest (as torch.topk).
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "simd.h"
+
+namespace k31 {
+
+// Order-preserving image of a float: as unsigned numbers, larger means larger; -0 equals +0, every NaN is the top.
+K31_INLINE uint32_t rank_of(float x) {
+    if (x != x) return 0xffffffffu;
+    const uint32_t word = bits<uint32_t>(x + 0.0f);
+    return word & 0x80000000u ? ~word : word | 0x80000000u;
+}
+
+constexpr int DIGIT_BITS = 11;
+constexpr int DIGITS = 1 << DIGIT_BITS;
+constexpr int COUNTERS = 4;  // neighbours often fall into one bucket: separate tables keep the additions apart
+
+// Scratch of a selection, in words.
+constexpr int64_t SELECT_WORDS = int64_t(DIGITS) * COUNTERS;
+
+struct Threshold {
+    uint32_t rank;  // the lowest rank that is selected
+    int64_t ties;   // how many of the positions with exactly that rank are
+};
+
+// Counts of the digit at `shift`, among ranks that agree with `prefix` above it; summed into counts[0..DIGITS).
+inline void count_digits(const uint32_t* ranks, int64_t n, uint32_t prefix, uint32_t mask, int shift, uint32_t* counts) {
+    std::fill(counts, counts + SELECT_WORDS, 0u);
+    for (int64_t i = 0; i < n; i++)
+        if ((ranks[i] & mask) == prefix) counts[(i % COUNTERS) * DIGITS + (ranks[i] >> shift & (DIGITS - 1))]++;
+    for (int c = 1; c < COUNTERS; c++)
+        for (int d = 0; d < DIGITS; d++) counts[d] += counts[c * DIGITS + d];
+}
+
+// The k-th largest rank of n > k > 0, by its digits from the top (11 + 11 + 10 bits).
+inline Threshold find_threshold(const uint32_t* ranks, int64_t n, int64_t k, uint32_t* counts) {
+    uint32_t prefix = 0, mask = 0;
+    int64_t needed = k;
+    for (int shift : {21, 10, 0}) {
+        const uint32_t digits = shift ? DIGITS - 1 : (1u << 10) - 1;
+        count_digits(ranks, n, prefix, mask, shift, counts);
+        // The last digit has one bit less than its field; that bit belongs to the prefix and is the same in all.
+        const uint32_t high = shift ? 0 : prefix & (1u << 10);
+        int64_t digit = digits;
+        for (; needed > counts[high | uint32_t(digit)]; digit--) needed -= counts[high | uint32_t(digit)];
+        prefix |= uint32_t(digit) << shift;
+        mask |= digits << shift;
+        if (needed == counts[high | uint32_t(digit)] && shift) return {prefix, INT64_MAX};  // the bucket is taken whole
+    }
+    return {prefix, needed};
+}
+
+// Positions of the k best of n into out[0..min(n, k)), ascending.
+inline void select_positions(const uint32_t* ranks, int64_t n, int64_t k, uint32_t* counts, int32_t* out) {
+    if (n <= k) {
+        for (int64_t i = 0; i < n; i++) out[i] = int32_t(i);
+        return;
+    }
+    if (k <= 0) return;
+    Threshold least = find_threshold(ranks, n, k, counts);
+    int64_t filled = 0;
+    for (int64_t i = 0; filled < k; i++) {
+        if (ranks[i] < least.rank) continue;
+        if (ranks[i] == least.rank && least.ties-- <= 0) continue;
+        out[filled++] = int32_t(i);
+    }
+}
+
+// Reorder selected positions by rank, larger first, lower position first among equals.
+inline void sort_by_score(const uint32_t* ranks, int64_t count, int32_t* positions) {
+    std::sort(positions, positions + count, [ranks](int32_t a, int32_t b) {
+        return ranks[a] != ranks[b] ? ranks[a] > ranks[b] : a < b;
+    });
+}
+
+}  // namespace k31

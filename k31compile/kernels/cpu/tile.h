@@ -1,0 +1,134 @@
+// Register tiles: ROWS rows of one operand times VECS vectors of the other, over a shared depth.
+//
+// An *element* is 32 bits of depth: one float, or two bfloat16 where the machine multiplies pairs of them.
+// Each accumulator runs through the depth alone and in order: a result depends on its two operands only, never on
+// the tile it fell into, so equal rows get equal results and thread counts do not matter.
+#pragma once
+#include "simd.h"
+
+namespace k31 {
+
+enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+K31_INLINE int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+struct FloatDot {
+    using Element = float;
+    static constexpr int PER_ELEMENT = 1;
+    static K31_INLINE Floats step(Floats sum, Element row, Words panel) { return sum + row * bits<Floats>(panel); }
+    static K31_INLINE Element pack(float low, float) { return low; }
+};
+
+struct PairDot {
+    using Element = uint32_t;
+    static constexpr int PER_ELEMENT = 2;
+    static K31_INLINE Floats step(Floats sum, Element row, Words panel) {
+#if defined(__AVX512BF16__) && !defined(K31_PORTABLE)
+        return bits<Floats>(_mm512_dpbf16_ps(bits<__m512>(sum), bits<__m512bh>(_mm512_set1_epi32(int(row))),
+                                             bits<__m512bh>(panel)));
+#else
+        sum += bits<float>(row << 16) * bits<Floats>(panel << 16);
+        return sum + bits<float>(row & 0xffff0000u) * bits<Floats>(panel & 0xffff0000u);
+#endif
+    }
+    static K31_INLINE Element pack(float low, float high) {
+        return bits<uint32_t>(low) >> 16 | (bits<uint32_t>(high) & 0xffff0000u);  // both are bfloat16 already
+    }
+};
+
+#if defined(K31_PAIRS) || (defined(__AVX512BF16__) && !defined(K31_PORTABLE))
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
+
+// Accumulators, vectors and one broadcast must fit the registers: 16 of them, 32 under AVX-512.
+constexpr int WIDEST = LANES == 16 ? 4 : 2;
+template <int VECS> constexpr int TILE_ROWS = (VECS == 1 || (LANES == 16 && VECS == 2)) ? 12 : 6;
+constexpr int ROW_BLOCK = 24;  // a multiple of every TILE_ROWS
+
+// How many vectors the next panel takes when `left` vectors of columns remain.
+K31_INLINE int panel_width(int64_t left) { return left >= WIDEST ? WIDEST : left >= 2 ? 2 : 1; }
+
+// sum[m][v] += rows[m][depth] . panel[depth][v]; the panel is [depth][VECS][LANES] elements.
+template <class Dot, int ROWS, int VECS>
+K31_INLINE void dot_tile(const char* const* rows, int64_t from, int64_t depth, const typename Dot::Element* panel,
+                         Floats (&sum)[ROWS][VECS]) {
+    const char* row[ROWS];
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) row[m] = rows[m] + from * 4;
+    for (int64_t k = 0; k < depth; k++) {
+        Words column[VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) column[v] = load<Words>(panel + (k * VECS + v) * LANES);
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++) {
+            const auto element = read<typename Dot::Element>(row[m] + k * 4);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) sum[m][v] = Dot::step(sum[m][v], element, column[v]);
+        }
+    }
+}
+
+K31_INLINE float element_of(const void* from, int64_t dtype, int64_t index) {
+    return dtype == FLOAT32 ? read<float>(static_cast<const char*>(from) + index * 4)
+                            : widen(read<uint16_t>(static_cast<const char*>(from) + index * 2));
+}
+
+// How many elements of depth a row of `width` numbers takes.
+template <class Dot> K31_INLINE int64_t depth_of(int64_t width) {
+    return (width + Dot::PER_ELEMENT - 1) / Dot::PER_ELEMENT;
+}
+
+// Heads [first, first + vecs * LANES) of `width` numbers each become elements [depth][vecs * LANES]; heads that do
+// not exist, and the second half of a last pair, become zero.
+template <class Dot>
+void pack_panel(const char* query, int64_t dtype, int64_t head_stride, int64_t heads, int64_t first, int vecs,
+                int64_t width, typename Dot::Element* panel) {
+    const int64_t columns = int64_t(vecs) * LANES, depth = depth_of<Dot>(width);
+    for (int64_t c = 0; c < columns; c++) {
+        const bool real = first + c < heads;
+        const char* row = query + (first + c) * head_stride * size_of(dtype);
+        for (int64_t d = 0; d < depth; d++) {
+            const int64_t i = d * Dot::PER_ELEMENT;
+            const float low = real ? element_of(row, dtype, i) : 0.0f;
+            const float high = real && Dot::PER_ELEMENT == 2 && i + 1 < width ? element_of(row, dtype, i + 1) : 0.0f;
+            panel[d * columns + c] = Dot::pack(low, high);
+        }
+    }
+}
+
+// A row of numbers as elements, the last pair filled up with zero.
+inline void copy_row(FloatDot, const char* from, int64_t dtype, int64_t width, char* to) {
+    if (dtype == FLOAT32) {
+        std::memcpy(to, from, size_t(width) * 4);
+        return;
+    }
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store(to + i * 4, widen(load<Halves>(from + i * 2)));
+    for (; i < width; i++) store(to + i * 4, widen(read<uint16_t>(from + i * 2)));
+}
+
+inline void copy_row(PairDot, const char* from, int64_t, int64_t width, char* to) {
+    std::memcpy(to, from, size_t(width) * 2);
+    if (width % 2) store(to + width * 2, uint16_t(0));
+}
+
+// Two bfloat16 rows as pairs, the first one low; a missing second row counts as zeros.
+inline void interleave(const char* low, const char* high, int64_t width, char* to) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        Words pair = __builtin_convertvector(load<Halves>(low + i * 2), Words);
+        if (high) pair |= __builtin_convertvector(load<Halves>(high + i * 2), Words) << 16;
+        store(to + i * 4, pair);
+    }
+    for (; i < width; i++)
+        store(to + i * 4, read<uint16_t>(low + i * 2) | (high ? uint32_t(read<uint16_t>(high + i * 2)) << 16 : 0));
+}
+
+// Whether a row can be read as elements where it lies.
+template <class Dot> K31_INLINE bool in_place(int64_t dtype, int64_t width) {
+    return Dot::PER_ELEMENT == 1 ? dtype == FLOAT32 : width % 2 == 0;
+}
+
+}  // namespace k31
