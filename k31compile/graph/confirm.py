@@ -6,7 +6,7 @@ is remembered by the region's canonical hash, so that equal layers cost one conf
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -56,12 +56,14 @@ class Reading(ABC):
     """One way to read a region's leaves as the operands of an operator.
 
     A reading may learn from the runs (a scale, which keys are visible) and then builds the replacement. What it
-    learned is its `learned` attribute, which is remembered with the region's hash.
+    learned is its `learned` attribute, which is remembered with the region's hash. `extra_operands` are sizes of the
+    graph that `build` takes after the leaves.
     """
 
     name: str
     region: Region
     learned: Any = None
+    extra_operands: tuple[fx.Node, ...] = ()
 
     @abstractmethod
     def substitution(self) -> Substitution:
@@ -191,6 +193,10 @@ def _translate(value: Any, change: Callable[[Any], Any]) -> Any:
         return changed
     if isinstance(value, dict):
         return {k: _translate(v, change) for k, v in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {part.name: getattr(value, part.name) for part in fields(value)}
+        moved = {name: _translate(part, change) for name, part in parts.items()}
+        return replace(value, **moved) if any(moved[n] is not parts[n] for n in parts) else value
     return value
 
 

@@ -68,7 +68,7 @@ def trace_functional(module: fx.GraphModule, example_inputs: Sequence[Any]) -> f
             f"the graph could not be traced functionally: {type(error).__name__}: {str(error).splitlines()[0]}",
             hint="the graph goes to Inductor as it is; please report it with the model's code",
         ) from error
-    _name_inputs_after(traced, module)
+    _mark_inputs(traced, module, example_inputs)
     drop_asserts(traced)
     return traced
 
@@ -108,15 +108,12 @@ def _unwrap(value: Any) -> Any:
     return torch._from_functional_tensor(value.elem)
 
 
-def _name_inputs_after(traced: fx.GraphModule, module: fx.GraphModule) -> None:
-    """Keep Dynamo's placeholder names and sources, so that a report can speak of `self.layers[3].wq.weight`."""
-    ours = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    theirs = [n for n in module.graph.nodes if n.op == "placeholder"]
-    for new, old in zip(ours, theirs, strict=True):
-        example = old.meta.get("example_value")
-        new.meta["is_parameter"] = bool(getattr(old, "_dynamo_source", None)) and isinstance(
-            example, torch.nn.Parameter
-        )
+def _mark_inputs(traced: fx.GraphModule, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Keep Dynamo's names, and which inputs are weights: a report speaks of them, a cut must not end in them."""
+    ours = traced.graph.find_nodes(op="placeholder")
+    theirs = module.graph.find_nodes(op="placeholder")
+    for new, old, example in zip(ours, theirs, example_inputs, strict=True):
+        new.meta["is_parameter"] = isinstance(example, torch.nn.Parameter)
         new.meta["source_name"] = old.name
 
 

@@ -1,0 +1,184 @@
+"""The shared engine: find a region by its anchor, confirm it by running, rewrite it, or say why not.
+
+A recogniser declares where an operator may be and what it computes; everything else is here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from k31compile.graph.confirm import Confirmation, Mismatch, Reading, confirm
+from k31compile.graph.cuts import Eligible, Leak, find_leaves
+from k31compile.graph.dataflow import Dataflow
+from k31compile.graph.region import Region
+from k31compile.graph.rewrite import replace_outputs
+from k31compile.graph.source import source_line
+from k31compile.report import Refusal
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a recogniser asks for one anchor: the outputs, what must lie inside, and what may be a leaf."""
+
+    outputs: tuple[fx.Node, ...]
+    core: frozenset[fx.Node]
+    eligible: Eligible
+    kept: tuple[fx.Node, ...] = ()
+
+
+class Recogniser(ABC):
+    """One operator as the engine sees it."""
+
+    name: str
+
+    @abstractmethod
+    def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
+        """Nodes that only the operator's region would have, in the order to try them."""
+
+    @abstractmethod
+    def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterable[Demand]:
+        """Where the region may begin and end, the most specific form first.
+
+        Raises:
+            Mismatch: the anchor cannot be one, with the reason.
+        """
+
+    @abstractmethod
+    def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterable[tuple[fx.Node, ...]]:
+        """Other leaves that serve better than those the cut found (the pages behind a gathered key), then the found."""
+
+    @abstractmethod
+    def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
+        """Every way to read the leaves as operands, the likely ones first."""
+
+    @abstractmethod
+    def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
+        """What must hold around a confirmed region.
+
+        Raises:
+            Mismatch: it does not, with the reason.
+        """
+
+    @abstractmethod
+    def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
+        """Whether a user would expect this anchor to be the operator, so that a refusal is worth a sentence."""
+
+    def hint(self, reason: str) -> str:
+        """What to change, for a reason of refusal."""
+        return "see docs/recognition.md for the forms that are recognised"
+
+
+@dataclass
+class Findings:
+    """What a recogniser found in one graph."""
+
+    fused: int = 0
+    refused: list[Refusal] = field(default_factory=list)
+    confirmations: list[Confirmation] = field(default_factory=list)
+
+
+def recognise(module: fx.GraphModule, recogniser: Recogniser) -> Findings:
+    """Rewrite every region of `module` that the recogniser confirms; refuse the others with their reasons."""
+    findings = Findings()
+    tried: set[fx.Node] = set()
+    while True:
+        flow = Dataflow(module.graph)
+        anchor = next((a for a in recogniser.anchors(flow) if a not in tried), None)
+        if anchor is None:
+            return findings
+        tried.add(anchor)
+        outcome = _attempt(module, flow, recogniser, anchor)
+        if isinstance(outcome, Confirmation):
+            findings.fused += 1
+            findings.confirmations.append(outcome)
+        elif outcome is not None:
+            findings.refused.append(outcome)
+
+
+@dataclass(frozen=True)
+class _Reason:
+    rank: int
+    text: str
+
+
+def _attempt(
+    module: fx.GraphModule, flow: Dataflow, recogniser: Recogniser, anchor: fx.Node
+) -> Confirmation | Refusal | None:
+    best = _Reason(0, "")
+    try:
+        for demand in recogniser.demands(flow, anchor):
+            outcome = _try_demand(module, flow, recogniser, anchor, demand)
+            if isinstance(outcome, Confirmation):
+                return outcome
+            best = max(best, outcome, key=lambda reason: reason.rank)
+    except Mismatch as mismatch:
+        best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
+    if not best.text or not recogniser.resembles(flow, anchor):
+        return None
+    return Refusal(recogniser.name, best.text, source_line(anchor), recogniser.hint(best.text), best.rank >= 2)
+
+
+def _try_demand(
+    module: fx.GraphModule, flow: Dataflow, recogniser: Recogniser, anchor: fx.Node, demand: Demand
+) -> Confirmation | _Reason:
+    leaves = find_leaves(flow, demand.core, demand.eligible, demand.kept)
+    if isinstance(leaves, Leak):
+        return _Reason(1, _describe_leak(leaves))
+    best = _Reason(1, "")
+    for variant in recogniser.variants(flow, leaves):
+        try:
+            region = Region.between(flow, variant, demand.outputs)
+        except ValueError:
+            continue
+        readings = list(recogniser.readings(flow, anchor, region))
+        if not readings:
+            best = max(best, _Reason(1, _describe_leaves(region.leaves)), key=lambda reason: reason.rank)
+            continue
+        try:
+            reading, confirmation = confirm(readings, f"{recogniser.name}:{region.canonical_hash}")
+            recogniser.guards(flow, region, reading)
+        except Mismatch as mismatch:
+            best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
+            continue
+        try:
+            replace_outputs(module, _operand_nodes(reading), region.outputs[-1:], reading.build)
+        except ValueError as error:
+            best = max(best, _Reason(2, str(error)), key=lambda reason: reason.rank)
+            continue
+        return confirmation
+    return best
+
+
+def _operand_nodes(reading: Reading) -> tuple[fx.Node, ...]:
+    return (*reading.region.leaves, *reading.extra_operands)
+
+
+def _describe_leak(leak: Leak) -> str:
+    if not leak.path:
+        return "its inputs could not be separated from the rest of the graph"
+    first, last = leak.path[0], leak.path[-1]
+    return (
+        f"{source_line(last)} depends on {first.name} along a path where no value has the shape of an operand "
+        f"({len(leak.path)} nodes)"
+    )
+
+
+def _describe_leaves(leaves: Sequence[fx.Node]) -> str:
+    from k31compile.graph.sizes import shape_of
+
+    shapes = ", ".join(f"{leaf.name} {list(shape_of(leaf))}" for leaf in leaves)
+    return f"its inputs cannot be told apart as operands: {shapes}"
+
+
+def outside_users(flow: Dataflow, inner: Collection[fx.Node], outputs: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Inner nodes whose values someone outside the region reads, each with one such reader."""
+    inside = set(inner) | set(outputs)
+    return {
+        node: reader
+        for node in inner
+        if node not in outputs and node not in flow.constants
+        for reader in flow.users[node]
+        if reader not in inside
+    }

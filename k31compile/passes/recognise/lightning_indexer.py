@@ -1,0 +1,362 @@
+"""The lightning indexer in anyone's spelling: score every key, keep the best (K3.1 spec 2.8, 3.1).
+
+    score[b, t, s] = sum_h w[b, t, h] relu(q[b, t, h] . k[b, s]),  hidden keys -inf,  then top-k over s
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from k31compile.graph.confirm import Mismatch, Reading
+from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.layout import Layout, layouts
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import (
+    Substitution,
+    hint,
+    is_float,
+    is_integer,
+    numel_of,
+    shape_of,
+    shape_under,
+    squeezed,
+    substitute,
+    symbols_of,
+    value_of,
+)
+from k31compile.passes.recognise.contractions import contractions_at_depth, operands
+from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.indexer_diagnosis import diagnose
+from k31compile.passes.recognise.operands import (
+    Dense,
+    Paged,
+    Values,
+    paged_source,
+    sample_table,
+    spread,
+    weight_operands,
+)
+from k31compile.passes.recognise.selection import Selection, require_indices_only, selection_of
+from k31compile.passes.recognise.visibility import Visibility, hypotheses, sample_counts
+
+HIDDEN = -1e30
+ERROR_LIMIT = 1e-9
+
+
+class LightningIndexerRecogniser(Recogniser):
+    """Anchored on a top-k, a sort or an argsort; the score above it must be the indexer's."""
+
+    name = "lightning_indexer"
+
+    def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
+        """Every selection of the best along a dimension."""
+        return [node for node in flow.nodes if selection_of(flow, node) is not None]
+
+    def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
+        """The score with one or two levels of contractions inside: heads reduced by one, dots made by the other."""
+        selection = selection_of(flow, anchor)
+        assert selection is not None
+        require_indices_only(flow, selection)
+        weights = weight_operands(flow)
+
+        def eligible(node: fx.Node) -> bool:
+            if is_integer(node):
+                return numel_of(node) <= numel_of(selection.scores)
+            return is_float(node) and node not in weights and self._may_be_operand(node, selection)
+
+        for depth in (1, 2, 3):
+            dots = contractions_at_depth(flow, selection.scores, depth)
+            if not dots:
+                return
+            core = flow.between(dots, [selection.scores]) | {selection.scores}
+            if any(node in weights or node.op == "placeholder" for node in core):
+                return
+            yield Demand((selection.scores, selection.final), frozenset(core), eligible)
+
+    def _may_be_operand(self, node: fx.Node, selection: Selection) -> bool:
+        rank = len(squeezed(shape_of(node)))
+        return 1 <= rank <= 4 and (rank < 4 or numel_of(selection.scores) > 0)
+
+    def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
+        """The pages behind a gathered key first: then no contiguous copy of the keys is ever made."""
+        for leaf in leaves:
+            source = paged_source(leaf) if is_float(leaf) else None
+            if source is not None:
+                yield (*(other for other in leaves if other is not leaf), *source)
+        yield leaves
+
+    def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
+        """q, k and w by shape: dimensions of size one dropped, the rest in any order."""
+        selection = selection_of(flow, anchor)
+        assert selection is not None
+        floats = [leaf for leaf in region.leaves if is_float(leaf)]
+        integers = [leaf for leaf in region.leaves if is_integer(leaf)]
+        if len(floats) != 3 or len(floats) + len(integers) != len(region.leaves):
+            return
+        for scores in layouts(shape_of(selection.scores), "bts", {"s": shape_of(selection.scores)[selection.dim]}):
+            if scores.dims[2] != selection.dim:
+                continue
+            for query, key, weights, counts in _assignments(floats, integers, scores, shape_of(selection.scores)):
+                yield IndexerReading(region, selection, scores, query, key, weights, counts)
+
+    def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
+        """The scores belong to the selection alone."""
+        assert isinstance(reading, IndexerReading)
+        pairwise = numel_of(reading.selection.scores)
+        readers = outside_users(flow, region.nodes, region.outputs[-1:])
+        readers |= {
+            region.outputs[0]: user
+            for user in flow.users[region.outputs[0]]
+            if user is not reading.selection.anchor and user not in region.nodes
+        }
+        for node, reader in readers.items():
+            if node is not reading.selection.anchor and numel_of(node) >= pairwise and is_float(node):
+                raise Mismatch(
+                    f"the scores are also read by {reader.name}"
+                    f"{' (returned)' if reader.op == 'output' else ''}: a fused indexer has none to give"
+                )
+
+    def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
+        """A contraction of two activations, as wide as the scores, close above the selection: no router has one."""
+        selection = selection_of(flow, anchor)
+        assert selection is not None
+        weights = weight_operands(flow)
+        near = {node for depth in (1, 2) for node in contractions_at_depth(flow, selection.scores, depth)}
+        return any(
+            numel_of(node) >= numel_of(selection.scores) and not weights.intersection(operands(node)) for node in near
+        )
+
+    def hint(self, reason: str) -> str:
+        """What to change."""
+        if "also read" in reason or "values" in reason:
+            return "use only the indices of the top-k"
+        return "the recognised form is topk(sum_h w * relu(q . k)) with future keys at -inf"
+
+
+def _assignments(
+    floats: Sequence[fx.Node], integers: Sequence[fx.Node], scores: Layout, shape: Sequence[int]
+) -> Iterator[tuple[Dense, Dense | Paged, Dense, list[fx.Node]]]:
+    known = {letter: scores.size(letter, shape) for letter in "bts"}
+    for weights_leaf in floats:
+        for weights_layout in layouts(shape_of(weights_leaf), "bth", {x: known[x] for x in "bt"}):
+            heads = weights_layout.size("h", shape_of(weights_leaf))
+            for query_leaf in floats:
+                if query_leaf is weights_leaf:
+                    continue
+                key_leaf = next(leaf for leaf in floats if leaf not in (query_leaf, weights_leaf))
+                by_letter = {"b": known["b"], "t": known["t"], "h": heads}
+                for query_layout in layouts(shape_of(query_leaf), "bthd", by_letter):
+                    width = query_layout.size("d", shape_of(query_leaf))
+                    query, weights = Dense(query_leaf, query_layout), Dense(weights_leaf, weights_layout)
+                    for table in integers:
+                        paged = _paged_key(key_leaf, table, known, width)
+                        if paged is not None:
+                            yield query, paged, weights, [leaf for leaf in integers if leaf is not table]
+                    for key_layout in layouts(shape_of(key_leaf), "bsd", {**known, "d": width}):
+                        yield query, Dense(key_leaf, key_layout), weights, list(integers)
+
+
+def _paged_key(pages: fx.Node, table: fx.Node, known: Mapping[str, int], width: int) -> Paged | None:
+    shape, columns = shape_of(pages), shape_of(table)
+    if len(shape) not in (3, 4) or len(columns) != 2 or shape[-1] != width or (len(shape) == 4 and shape[2] != 1):
+        return None
+    fits = columns[0] == known["b"] and columns[1] * shape[1] == known["s"]
+    return Paged(pages, table) if fits else None
+
+
+@dataclass
+class _Learned:
+    """What the runs taught: how the author marks empty slots, and which keys a row sees."""
+
+    visibility: Visibility
+    tail: str
+
+
+class IndexerReading(Reading):
+    """Leaves read as q, k (dense or paged), w and lengths."""
+
+    name = "lightning_indexer"
+
+    def __init__(
+        self,
+        region: Region,
+        selection: Selection,
+        scores: Layout,
+        query: Dense,
+        key: Dense | Paged,
+        weights: Dense,
+        counts: list[fx.Node],
+    ) -> None:
+        """One assignment of leaves to roles, not yet confirmed."""
+        self.region, self.selection, self.scores_layout = region, selection, scores
+        self.query, self.key, self.weights, self.counts = query, key, weights, counts
+        self.extra_operands = (selection.count,) if isinstance(selection.count, fx.Node) else ()
+        self._sizes = dict(self._choose_substitution())
+        self._letters = self._letters_under(self._sizes)
+        self._candidates = hypotheses(counts, query.size("b"), query.size("t"))
+        self._scale: float | None = None
+        self._tails: set[str] = set()
+        self.learned: dict[str, Any] = {}
+
+    def _choose_substitution(self) -> Substitution:
+        """Small odd sizes, but three times more keys than are chosen: with fewer, every wrong score looks right."""
+        count = value_of(self.selection.count) if isinstance(self.selection.count, fx.Node) else self.selection.count
+        shape = value_of(self.selection.scores).shape
+        chosen = {symbol: 5 + 2 * i for i, symbol in enumerate(symbols_of(shape))}
+        most = self._largest_count(count)
+        for symbol in symbols_of([shape[self.selection.dim]]):
+            chosen[symbol] = 3 * most + 7
+        return chosen
+
+    @staticmethod
+    def _largest_count(count: Any) -> int:
+        if not isinstance(count, torch.SymInt):
+            return int(count)
+        constants = [int(a) for a in count.node.expr.args if a.is_Integer] if count.node.expr.args else []
+        is_minimum = type(count.node.expr).__name__ == "Min" or isinstance(count.node.expr, sympy.Min)
+        return min(constants) if is_minimum and constants else hint(count)
+
+    def _letters_under(self, substitution: Substitution) -> dict[str, int]:
+        shape = shape_under(self.selection.scores, substitution)
+        letters = {letter: self.scores_layout.size(letter, shape) for letter in "bts"}
+        letters["h"] = self.weights.size("h", substitution)
+        letters["d"] = self.query.size("d", substitution)
+        count = value_of(self.selection.count) if isinstance(self.selection.count, fx.Node) else self.selection.count
+        letters["k"] = substitute(count, substitution)
+        return letters
+
+    def substitution(self) -> Substitution:
+        """The sizes of a confirmation."""
+        return self._sizes
+
+    def sizes(self) -> Mapping[str, int]:
+        """B, T, S, H, D, K."""
+        return {letter.upper(): size for letter, size in self._letters.items()}
+
+    def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
+        """q, k, w over four decades, weights of both signs; positions at both ends of their range."""
+        b, t, s, h, d = (self._letters[x] for x in "btshd")
+        sample = self.query.place(spread((b, t, h, d), generator, 2, 3))
+        sample |= self.weights.place(spread((b, t, h), generator, 1, 3))
+        keys = spread((b, s, d), generator, 1, 2)
+        if isinstance(self.key, Paged):
+            shape = shape_under(self.key.pages, self._sizes)
+            table = sample_table(self.key.table, shape[0], self._sizes, generator)
+            sample |= self.key.place(keys, table, shape) | {self.key.table: table}
+        else:
+            sample |= self.key.place(keys)
+        sample |= sample_counts(
+            self.counts, lambda leaf: shape_under(leaf, self._sizes), t, s, generator, trial
+        )
+        self._keys = keys
+        return sample
+
+    def judge(self, sample: Mapping[fx.Node, torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
+        """Scores equal up to one positive factor, hidden keys a suffix, chosen keys the best visible ones."""
+        b, t, s = (self._letters[x] for x in "bts")
+        got = self.scores_layout.canonical(outputs[0] if self.selection.largest else -outputs[0])
+        query, weights = self.query.canonical(sample), self.weights.canonical(sample)
+        dots = torch.einsum("bthd,bsd->bths", query, self._keys)
+        exact = (weights[..., None] * dots.relu()).sum(2)
+        size = (
+            weights.abs()[..., None] * torch.einsum("bthd,bsd->bths", query.abs(), self._keys.abs())
+        ).sum(2)
+        hidden = ~(got > HIDDEN)
+        error = self._score_error(got, exact, size, hidden, (query, self._keys, weights))
+        self._keep_visible(sample, hidden)
+        seen = self._candidates[0].visible(sample, b, t, s)
+        chosen = outputs[1].to(torch.int64)
+        self._check_chosen(self.selection.canonical_indices(chosen, self.scores_layout), exact, seen)
+        self.learned = {"visibility": self._candidates[0], "tail": self._tail()}
+        return error
+
+    def _score_error(
+        self,
+        got: torch.Tensor,
+        exact: torch.Tensor,
+        size: torch.Tensor,
+        hidden: torch.Tensor,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> float:
+        alive = ~hidden
+        if not bool(alive.any()):
+            raise Mismatch("every key is hidden on samples")
+        unit = torch.where(alive, exact / size, 0.0)
+        scale = self._scale
+        if scale is None:
+            scale = float((torch.where(alive, got / size, 0.0) * unit).sum() / unit.square().sum().clamp_min(1e-300))
+        error = float(torch.where(alive, (got - scale * exact).abs() / (abs(scale) * size + 1e-300), 0.0).max())
+        if not (error < ERROR_LIMIT) or scale <= 0:
+            raise Mismatch(diagnose(got, hidden, *operands))
+        self._scale = scale
+        return error
+
+    def _keep_visible(self, sample: Values, hidden: torch.Tensor) -> None:
+        b, t, s = (self._letters[x] for x in "bts")
+        place = torch.arange(s)
+        keep = [
+            form
+            for form in self._candidates
+            if torch.equal(place >= form.visible(sample, b, t, s)[..., None], hidden)
+        ]
+        if not keep:
+            row = int(hidden.sum(-1).flatten().argmax())
+            raise Mismatch(
+                "keys are hidden by another rule than 'a row sees the keys up to its position': "
+                f"row {row % t} hides {int(hidden.reshape(-1, s)[row].sum())} of {s} keys"
+            )
+        self._candidates = keep
+
+    def _check_chosen(self, chosen: torch.Tensor, exact: torch.Tensor, seen: torch.Tensor) -> None:
+        count, s = self._letters["k"], self._letters["s"]
+        slot = torch.arange(count)
+        valid = slot < seen[..., None]
+        if bool((valid & ((chosen < 0) | (chosen >= seen[..., None]))).any()):
+            raise Mismatch("the selection names keys that the row does not see, although enough are visible")
+        place = torch.arange(s)
+        ranked = exact.masked_fill(place >= seen[..., None], -torch.inf).sort(-1, descending=True).values[..., :count]
+        picked = exact.gather(-1, chosen.clamp(0, s - 1))
+        if not self.selection.sorted:
+            picked = picked.masked_fill(~valid, -torch.inf).sort(-1, descending=True).values
+        if not torch.equal(torch.where(valid, picked, 0.0), torch.where(valid, ranked, 0.0)):
+            raise Mismatch("the selection is not the best visible keys, best first")
+        distinct = chosen.masked_fill(~valid, 0) + torch.where(valid, 0, s + slot)
+        if bool((distinct.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise Mismatch("the selection names a key twice")
+        empty = chosen[~valid]
+        if empty.numel():
+            self._tails.add("minus_one" if bool((empty == -1).all()) else "lowest" if bool((empty >= 0).all()) else "?")
+
+    def _tail(self) -> str:
+        if self._tails - {"minus_one", "lowest"} or len(self._tails) > 1:
+            raise Mismatch("slots without a visible key are marked by something else than -1")
+        return next(iter(self._tails), "lowest")
+
+    def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The operator with its contract as the author's: best first, empty slots as the author left them."""
+        values = dict(zip(self.region.leaves, leaves, strict=False))
+        count = leaves[-1] if self.extra_operands else self.selection.count
+        visibility: Visibility = self.learned["visibility"]
+        query = self.query.canonical(values)
+        mode, rows, lengths = visibility.lengths(values, query)
+        paged = isinstance(self.key, Paged)
+        chosen = torch.ops.k31.lightning_indexer(
+            query,
+            self.key.cache(values) if isinstance(self.key, Paged) else self.key.canonical(values).unsqueeze(2),
+            self.weights.canonical(values),
+            actual_seq_lengths_query=rows,
+            actual_seq_lengths_key=lengths,
+            block_table=values[self.key.table] if isinstance(self.key, Paged) else None,
+            layout_key="PA_BSND" if paged else "BSND",
+            sparse_count=count,
+            sparse_mode=mode,
+            order="score" if self.selection.sorted else "position",
+            tail=self.learned["tail"],
+        )
+        output = value_of(self.region.outputs[1])
+        restored = self.selection.restore_indices(chosen.squeeze(2), self.scores_layout, output.dim())
+        return (restored.to(output.dtype),)

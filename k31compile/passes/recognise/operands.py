@@ -1,0 +1,160 @@
+"""Leaves as operands: dense tensors of some layout, or pages behind a block table."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from k31compile.graph.cuts import same_size_base
+from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.layout import Layout
+from k31compile.graph.sizes import Substitution, is_float, is_integer, shape_of, shape_under, value_of
+
+Values = Mapping[fx.Node, torch.Tensor]
+
+_CACHE_WRITES = {
+    ATEN.index_put.default,
+    ATEN.index_copy.default,
+    ATEN.slice_scatter.default,
+    ATEN.select_scatter.default,
+    ATEN.scatter.src,
+    ATEN.copy.default,
+    ATEN.cat.default,
+}
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A leaf that holds the operand, its letters in some order."""
+
+    leaf: fx.Node
+    layout: Layout
+
+    def size(self, letter: str, substitution: Substitution | None = None) -> int:
+        """The size of a letter, by hints or under a substitution."""
+        shape = shape_of(self.leaf) if substitution is None else shape_under(self.leaf, substitution)
+        return self.layout.size(letter, shape)
+
+    def place(self, canonical: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
+        """The leaf's value for a canonical operand."""
+        return {self.leaf: self.layout.restore(canonical, value_of(self.leaf).dim()).contiguous()}
+
+    def canonical(self, values: Values) -> torch.Tensor:
+        """The operand with its letters in order."""
+        return self.layout.canonical(values[self.leaf])
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Pages [blocks, page, (1,) d] and a block table [B, n]: position s of request b is row s % page of its s // page."""
+
+    pages: fx.Node
+    table: fx.Node
+
+    def size(self, letter: str, substitution: Substitution | None = None) -> int:
+        """The size of letter b, s or d."""
+        of = shape_of if substitution is None else lambda node: shape_under(node, substitution)
+        batch, blocks = of(self.table)
+        pages = of(self.pages)
+        return {"b": batch, "s": blocks * pages[1], "d": pages[-1]}[letter]
+
+    def place(
+        self, canonical: torch.Tensor, table: torch.Tensor, shape: Sequence[int]
+    ) -> dict[fx.Node, torch.Tensor]:
+        """Pages that hold a canonical operand [B, S, d] behind `table`; what no table names is NaN."""
+        pages = torch.full(tuple(shape), torch.nan, dtype=canonical.dtype)
+        pages.view(shape[0], shape[1], -1)[table.reshape(-1)] = canonical.reshape(-1, shape[1], canonical.shape[-1])
+        return {self.pages: pages}
+
+    def cache(self, values: Values) -> torch.Tensor:
+        """[blocks, page, 1, d], as the operators take it."""
+        pages = values[self.pages]
+        return pages.unsqueeze(2) if pages.dim() == 3 else pages
+
+
+def sample_table(table: fx.Node, blocks: int, substitution: Substitution, generator: torch.Generator) -> torch.Tensor:
+    """A block table of distinct blocks, block 0 left out where there are enough."""
+    batch, columns = shape_under(table, substitution)
+    first = 1 if blocks > batch * columns else 0
+    chosen = torch.randperm(blocks - first, generator=generator)[: batch * columns] + first
+    return chosen.view(batch, columns).to(value_of(table).dtype)
+
+
+def paged_source(leaf: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """`(pages, block table)` where the leaf is a gather of whole pages, `pages[table]` with any views around."""
+    gather = same_size_base(_without_casts(leaf))
+    if gather.target is ATEN.index.Tensor:
+        pages, indices = gather.args[0], gather.args[1]
+        if not isinstance(indices, list | tuple) or len(indices) != 1:
+            return None
+        index = indices[0]
+    elif gather.target is ATEN.index_select.default and gather.args[1] == 0:
+        pages, index = gather.args[0], gather.args[2]
+    elif gather.target is ATEN.embedding.default:
+        pages, index = gather.args[0], gather.args[1]
+    else:
+        return None
+    if not isinstance(pages, fx.Node) or not isinstance(index, fx.Node):
+        return None
+    pages, table = same_size_base(pages), same_size_base(_without_casts(index))
+    shape = shape_of(pages)
+    is_pool = len(shape) in (3, 4) and (len(shape) == 3 or shape[2] == 1)
+    return (pages, table) if is_pool and len(shape_of(table)) == 2 and is_integer(table) else None
+
+
+def _without_casts(node: fx.Node) -> fx.Node:
+    while True:
+        base = same_size_base(node)
+        if base.target is not ATEN._to_copy.default:
+            return base
+        node = base.args[0]  # type: ignore[assignment]
+
+
+def is_cache(node: fx.Node) -> bool:
+    """Whether the node is a buffer of the caller, as given or after writes: what keys and pages live in."""
+    while True:
+        node = same_size_base(node)
+        if node.op == "placeholder":
+            return is_float(node) and not node.meta.get("is_parameter", False)
+        if node.target not in _CACHE_WRITES or not isinstance(node.args[0], fx.Node):
+            return False
+        node = node.args[0]
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Whether the node is a weight of the model, or a view of one."""
+    while node.op != "placeholder":
+        following = same_size_base(node)
+        if following is node:
+            source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+            if source is None or node.target not in (ATEN._to_copy.default, ATEN.select.int, ATEN.slice.Tensor):
+                return False
+            following = source
+        node = following
+    return bool(node.meta.get("is_parameter", False))
+
+
+def weight_operands(flow: Dataflow) -> set[fx.Node]:
+    """Nodes that are no leaf of an operator on activations: parameters, and what `linear` takes as its weight."""
+    found = {node for node in flow.nodes if is_float(node) and is_parameter(node)}
+    for node in flow.nodes:
+        if node.target is ATEN.linear.default and isinstance(node.args[1], fx.Node):
+            found.add(node.args[1])
+    return found
+
+
+def spread(shape: Sequence[int], generator: torch.Generator, decades: float, dims: int) -> torch.Tensor:
+    """Normal values whose magnitude varies over decades along the first `dims` dimensions, in float64."""
+    values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    lead = (*shape[:dims], *[1] * (len(shape) - dims))
+    powers = (torch.rand(lead, generator=generator, dtype=torch.float64) * 2 - 1) * decades
+    return values * 10**powers
+
+
+def pairs(items: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """All ordered pairs of different items."""
+    for first in items:
+        for second in items:
+            if first is not second:
+                yield first, second
