@@ -122,14 +122,10 @@ class Caches:
             )
 
 
-def _kda_cache(
-    config: K31Config, rows: int, dtype: torch.dtype, device: torch.device | str | None
-) -> KdaCache:
+def _kda_cache(config: K31Config, rows: int, dtype: torch.dtype, device: torch.device | str | None) -> KdaCache:
     state = (rows, config.kda_num_heads, config.kda_value_dim, config.kda_key_dim)
     return KdaCache(
-        torch.zeros(
-            rows, config.short_conv_kernel_size - 1, config.conv_channels, dtype=dtype, device=device
-        ),
+        torch.zeros(rows, config.short_conv_kernel_size - 1, config.conv_channels, dtype=dtype, device=device),
         torch.zeros(state, dtype=accumulate_dtype(dtype), device=device),
     )
 

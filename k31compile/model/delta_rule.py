@@ -23,9 +23,7 @@ def kda_gate(raw_gate: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: floa
     return lower_bound * torch.sigmoid(rate * shifted)
 
 
-def kda_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def kda_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The delta rule, one token after the other: decay, predict, write, read (K3.1 spec 2.4).
 
     q, k, g [B, T, H, K] (q scaled, g the log decay), v [B, T, H, V], beta [B, T, H], state [B, H, K, V].

@@ -58,9 +58,7 @@ def generate(
     if caches is None:
         caches = _allocate(model, config, len(prompts), needed)
     if caches.batch_size != len(prompts):
-        raise ModelError(
-            f"{len(prompts)} prompts for caches of {caches.batch_size} requests: give one prompt each"
-        )
+        raise ModelError(f"{len(prompts)} prompts for caches of {caches.batch_size} requests: give one prompt each")
     caches.check_room(needed)
     caches.reset()
     device = caches.block_table.device

@@ -32,9 +32,7 @@ class GatedMLA(nn.Module):
         self.o_proj = nn.Linear(heads * self.v_dim, hidden, bias=False)
         self.indexer = LightningIndexer(config) if has_indexer else None
 
-    def forward(
-        self, x: Tensor, cache: MlaCache, step: Step, selected: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, cache: MlaCache, step: Step, selected: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [B, T, D], the normed layer input -> (out [B, T, D], selected int64 [B, T, k]).
 
         Writes latent, rope and index keys of this call to their pages before it reads them. `selected` is

@@ -101,9 +101,7 @@ def _tensors_by_file(folder: Path) -> dict[str, list[str]]:
             with safe_open(folder / SINGLE_FILE, framework="pt") as opened:
                 return {SINGLE_FILE: list(opened.keys())}
         except (SafetensorError, OSError) as cause:
-            raise WeightsError(
-                f"{folder / SINGLE_FILE} is truncated or no safetensors file: {cause}"
-            ) from None
+            raise WeightsError(f"{folder / SINGLE_FILE} is truncated or no safetensors file: {cause}") from None
     weight_map = read_json(folder / INDEX_FILE, WeightsError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise WeightsError(f"{folder / INDEX_FILE} has no weight_map from tensor names to file names")
@@ -111,18 +109,14 @@ def _tensors_by_file(folder: Path) -> dict[str, list[str]]:
     for name, file in weight_map.items():
         # A file name with a path in it could reach outside the folder.
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise WeightsError(
-                f"{folder / INDEX_FILE}: {name} is said to be in {file!r}, no file of this folder"
-            )
+            raise WeightsError(f"{folder / INDEX_FILE}: {name} is said to be in {file!r}, no file of this folder")
         files.setdefault(file, []).append(name)
     return files
 
 
 def _check_names(expected: set[str], found: set[str], folder: Path) -> list[str]:
     missing = [f"{name}: the model needs it, {folder.name} has none" for name in sorted(expected - found)]
-    return missing + [
-        f"{name}: {folder.name} has it, the model does not" for name in sorted(found - expected)
-    ]
+    return missing + [f"{name}: {folder.name} has it, the model does not" for name in sorted(found - expected)]
 
 
 def _check_file(path: Path, names: list[str], targets: dict[str, Tensor]) -> list[str]:
@@ -139,9 +133,7 @@ def _check_file(path: Path, names: list[str], targets: dict[str, Tensor]) -> lis
                     problems.append(f"{name}: the index says {path.name}, which does not hold it")
                 elif name in targets:
                     entry = opened.get_slice(name)
-                    problems += _check_tensor(
-                        name, path.name, entry.get_shape(), entry.get_dtype(), targets[name]
-                    )
+                    problems += _check_tensor(name, path.name, entry.get_shape(), entry.get_dtype(), targets[name])
     except (SafetensorError, OSError) as cause:
         problems.append(f"{path.name}: truncated or no safetensors file ({cause})")
     return problems
