@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from k31compile.errors import OperatorError
 from k31compile.kernels import paging
 from k31compile.kernels.checks import check_indexer, check_indexer_words
 from k31compile.kernels.cpu.lightning_indexer import indexer_provider
-from k31compile.kernels.errors import require
 from k31compile.kernels.library import register_operator
 from k31compile.kernels.visibility import check_lengths, visible_lengths
 
@@ -41,7 +41,8 @@ def lightning_indexer_fake(
     tail: str = "minus_one",
 ) -> torch.Tensor:
     """Shape and dtype of the result, int32 [B, T, 1, sparse_count]; sizes may be symbolic and stay so."""
-    require(query.dim() == 4, f"query must be [B, T, H, D], not {query.dim()}-dimensional")
+    if query.dim() != 4:
+        raise OperatorError(f"query must be [B, T, H, D], not {query.dim()}-dimensional")
     check_indexer_words(layout_query, order, tail)
     return query.new_empty((query.shape[0], query.shape[1], 1, sparse_count), dtype=torch.int32)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from k31compile.kernels.errors import require
+from k31compile.errors import OperatorError
+from k31compile.kernels.visibility import check_integers
 
 CONTIGUOUS = "BSND"
 PAGED = "PA_BSND"
@@ -19,26 +20,21 @@ def check_cache(
     layout_name: str,
 ) -> None:
     """Check rank, layout word and block table of a cache [B,S,N,D] or pages [blocks,page,N,D]."""
-    require(layout in (CONTIGUOUS, PAGED), f"{layout_name} must be 'BSND' or 'PA_BSND', not {layout!r}")
-    require(cache.dim() == 4, f"{name} must have 4 dimensions, not {cache.dim()}")
+    if layout not in (CONTIGUOUS, PAGED):
+        raise OperatorError(f"{layout_name} must be 'BSND' or 'PA_BSND', not {layout!r}")
+    if cache.dim() != 4:
+        raise OperatorError(f"{name} must have 4 dimensions, not {cache.dim()}")
     if layout == CONTIGUOUS:
-        require(block_table is None, f"block_table belongs to {layout_name}='PA_BSND', this call says 'BSND'")
-        require(cache.shape[0] == batch, f"{name} holds {cache.shape[0]} requests, the query {batch}")
+        if block_table is not None:
+            raise OperatorError(f"block_table belongs to {layout_name}='PA_BSND', this call says 'BSND'")
+        if cache.shape[0] != batch:
+            raise OperatorError(f"{name} holds {cache.shape[0]} requests, the query {batch}")
         return
     if block_table is None:
-        raise_missing_table(layout_name)
-    else:
-        integral = not block_table.dtype.is_floating_point and block_table.dtype != torch.bool
-        require(integral, f"block_table must hold integers, not {block_table.dtype}")
-        require(
-            block_table.dim() == 2 and block_table.shape[0] == batch,
-            f"block_table must have shape [{batch}, max_blocks], not {list(block_table.shape)}",
-        )
-
-
-def raise_missing_table(layout_name: str) -> None:
-    """Refuse pages that come without a table."""
-    require(False, f"{layout_name}='PA_BSND' needs a block_table")
+        raise OperatorError(f"{layout_name}='PA_BSND' needs a block_table")
+    check_integers("block_table", block_table)
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise OperatorError(f"block_table must have shape [{batch}, max_blocks], not {list(block_table.shape)}")
 
 
 def positions(cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
@@ -57,6 +53,8 @@ def slots(
 
     Raises OperatorError when a used position falls into a block that does not exist.
     """
+    if cache.shape[0] * cache.shape[1] == 0:  # nothing to read, and no position 0 to stand in for it
+        return cache.new_zeros((*index.shape, *cache.shape[2:]))
     index = torch.where(used, index, 0)
     if block_table is None:
         rows = cache[request][index]
@@ -64,9 +62,7 @@ def slots(
         page = cache.shape[1]
         block = block_table[request].to(torch.int64)[index // page]
         outside = used & ((block < 0) | (block >= cache.shape[0]))
-        require(
-            not bool(outside.any()),
-            f"block_table of request {request} names a block outside [0, {cache.shape[0]})",
-        )
+        if bool(outside.any()):
+            raise OperatorError("block_table names a block that does not exist", where=f"request {request}")
         rows = cache[torch.where(used, block, 0), index % page]
     return torch.where(used[..., None, None], rows, 0)

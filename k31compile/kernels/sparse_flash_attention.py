@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from k31compile.errors import OperatorError
 from k31compile.kernels import paging
 from k31compile.kernels.checks import check_attention, check_attention_words
 from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
-from k31compile.kernels.errors import require
 from k31compile.kernels.library import register_operator
 from k31compile.kernels.visibility import check_lengths, visible_lengths
 
@@ -44,8 +44,10 @@ def sparse_flash_attention_fake(
     attention_mode: int = 2,
 ) -> torch.Tensor:
     """Shape and dtype of the result, [B, T, H, Dv] in query's dtype; sizes may be symbolic and stay so."""
-    require(query.dim() == 4, f"query must be [B, T, H, D], not {query.dim()}-dimensional")
-    require(value.dim() == 4, f"value must have 4 dimensions, not {value.dim()}")
+    if query.dim() != 4:
+        raise OperatorError(f"query must be [B, T, H, D], not {query.dim()}-dimensional")
+    if value.dim() != 4:
+        raise OperatorError(f"value must have 4 dimensions, not {value.dim()}")
     check_attention_words(layout_query, sparse_block_size, attention_mode)
     return query.new_empty((*query.shape[:3], value.shape[3]))
 
@@ -54,7 +56,8 @@ def check_range(sparse_indices: torch.Tensor, limit: int) -> None:
     """Refuse an index that lies beyond the cache (-1 and below mean nothing and are fine)."""
     if sparse_indices.numel():
         top = int(sparse_indices.max())
-        require(top < limit, f"sparse_indices holds {top}, but the cache has {limit} positions")
+        if top >= limit:
+            raise OperatorError(f"sparse_indices holds {top}, but the cache has {limit} positions")
 
 
 def sparse_flash_attention_reference(
@@ -88,9 +91,7 @@ def sparse_flash_attention_reference(
     OperatorError on anything outside this contract.
     """
     check_attention_words(layout_query, sparse_block_size, attention_mode)
-    check_attention(
-        query, key, value, sparse_indices, block_table, query_rope, key_rope, layout_kv, attention_mode
-    )
+    check_attention(query, key, value, sparse_indices, block_table, query_rope, key_rope, layout_kv, attention_mode)
     batch, rows, heads, _ = query.shape
     check_lengths((batch, rows), actual_seq_lengths_query, actual_seq_lengths_kv, sparse_mode)
     limit = paging.positions(key, block_table)

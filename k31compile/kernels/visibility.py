@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import torch
 
-from k31compile.kernels.errors import require
+from k31compile.errors import OperatorError
 
 FULL = 0
 CAUSAL = 3
+INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
 
 def check_lengths(
@@ -26,26 +27,22 @@ def check_lengths(
     sparse_mode: int,
 ) -> None:
     """Check mode, dtypes and shapes of the lengths against `rows` = (batch, query rows)."""
-    require(sparse_mode in (FULL, CAUSAL), f"sparse_mode must be 0 or 3, not {sparse_mode}")
-    batch, count = rows
+    if sparse_mode not in (FULL, CAUSAL):
+        raise OperatorError(f"sparse_mode must be 0 or 3, not {sparse_mode}")
     if lengths_query is not None:
-        _check_integers("actual_seq_lengths_query", lengths_query)
-        require(
-            tuple(lengths_query.shape) == (batch,),
-            f"actual_seq_lengths_query must have shape [{batch}], not {list(lengths_query.shape)}",
-        )
+        check_integers("actual_seq_lengths_query", lengths_query)
+        if lengths_query.shape != rows[:1]:
+            raise OperatorError(
+                f"actual_seq_lengths_query must have shape [{rows[0]}], not {list(lengths_query.shape)}"
+            )
     if lengths_key is None:
         return
-    _check_integers("the key lengths", lengths_key)
-    shape = tuple(lengths_key.shape)
-    require(
-        shape in ((batch,), (batch, count)),
-        f"the key lengths must have shape [{batch}] or [{batch}, {count}], not {list(shape)}",
-    )
-    require(
-        len(shape) == 1 or sparse_mode == FULL,
-        "key lengths of shape [B, T] already say what each row sees: use sparse_mode=0 with them",
-    )
+    check_integers("the key lengths", lengths_key)
+    if lengths_key.shape not in (rows[:1], rows):
+        expected = f"[{rows[0]}] or {list(rows)}"
+        raise OperatorError(f"the key lengths must have shape {expected}, not {list(lengths_key.shape)}")
+    if lengths_key.dim() == 2 and sparse_mode != FULL:
+        raise OperatorError("key lengths of shape [B, T] already say what each row sees: use sparse_mode=0 with them")
 
 
 def visible_lengths(
@@ -75,8 +72,7 @@ def visible_lengths(
     return torch.where(row < queries, visible, 0).contiguous()
 
 
-def _check_integers(name: str, tensor: torch.Tensor) -> None:
-    integral = (
-        not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
-    )
-    require(integral, f"{name} must hold integers, not {tensor.dtype}")
+def check_integers(name: str, tensor: torch.Tensor) -> None:
+    """Raise OperatorError unless a tensor holds integers of any width."""
+    if tensor.dtype not in INTEGERS:
+        raise OperatorError(f"{name} must hold integers, not {tensor.dtype}")

@@ -95,10 +95,6 @@ template <class Dot> struct Block {
     void mix(const Shape<Dot>& s, int64_t n, Partial& state) const;
 };
 
-K31_INLINE void prefetch(const char* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
-}
-
 // Copy n named rows here, as elements; the `ahead` positions that follow them are fetched meanwhile.
 template <class Dot>
 void Block<Dot>::gather(const AttentionCall& call, const Shape<Dot>& s, const RequestCache& cache, int64_t head,

@@ -63,9 +63,7 @@ def built_library(variant: str = "fast") -> Path:
     """
     command = compiler()
     if command is None:
-        raise BuildError(
-            "no C++ compiler on PATH", hint="install g++ or set CXX; until then the references serve"
-        )
+        raise BuildError("no C++ compiler on PATH", hint="install g++ or set CXX; until then the references serve")
     try:
         folder = _private_folder()
         path = folder / f"kernels-{build_key(command, variant)}.so"

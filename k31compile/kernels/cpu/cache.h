@@ -64,6 +64,10 @@ struct RequestCache {
     }
 };
 
+K31_INLINE void prefetch(const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 // One allocation per call, so that nothing outlives it and calls from several threads share nothing.
 class Scratch {
   public:

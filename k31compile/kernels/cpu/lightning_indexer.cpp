@@ -94,8 +94,8 @@ void score_panel(KeyBlock& block, int64_t keys, int64_t depth, const typename Do
 
 template <class Dot>
 void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const RequestCache& cache,
-                 int64_t from, int64_t to, uint32_t* ranks) {
-    const int64_t keys = to - from, depth = depth_of<Dot>(call.width);
+                 int64_t from, int64_t to, int64_t end, uint32_t* ranks) {
+    const int64_t keys = to - from, depth = depth_of<Dot>(call.width), bytes = call.width * size_of(call.key.dtype);
     const bool direct = in_place<Dot>(call.key.dtype, call.width);
     for (int64_t r = 0; r < ROW_BLOCK; r++) {
         if (r >= keys) {
@@ -103,6 +103,7 @@ void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBloc
             continue;
         }
         const char* row = cache.row(call.key, from + r, 0);
+        if (to + r < end) prefetch(cache.row(call.key, to + r, 0), bytes);
         block.rows[r] = direct ? row : block.copies + r * depth * 4;
         if (!direct) copy_row(Dot{}, row, call.key.dtype, call.width, block.copies + r * depth * 4);
     }
@@ -121,7 +122,7 @@ template <class Dot>
 void score_range(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const RequestCache& cache,
                  int64_t from, int64_t to, uint32_t* ranks) {
     for (int64_t s = from; s < to; s += ROW_BLOCK)
-        score_block<Dot>(call, query, block, cache, s, std::min<int64_t>(s + ROW_BLOCK, to), ranks);
+        score_block<Dot>(call, query, block, cache, s, std::min<int64_t>(s + ROW_BLOCK, to), to, ranks);
 }
 
 // A row that sees no more than `count` keys selects them all: nothing to score unless their order is asked for.

@@ -16,7 +16,10 @@ _LOADED: dict[str, ctypes.CDLL | BuildError] = {}
 
 
 def library(variant: str = "fast") -> ctypes.CDLL:
-    """The loaded kernels of a variant, built first when they are not there; raises BuildError, the same each time."""
+    """The loaded kernels of a variant, built first when they are not there.
+
+    Raises BuildError, the same one each time; K31_CPU_KERNELS=0 is read once and counts as one.
+    """
     found = _LOADED.get(variant)
     if found is None:
         with _LOCK:
@@ -29,13 +32,14 @@ def library(variant: str = "fast") -> ctypes.CDLL:
 
 def available(variant: str = "fast") -> tuple[bool, str]:
     """Whether the C++ kernels serve here, and why."""
-    if os.environ.get(SWITCH) == "0":
-        return False, f"switched off by {SWITCH}=0"
     try:
         library(variant)
     except BuildError as error:
         return False, str(error)
-    return True, "C++ kernels built for this machine"
+    return _SERVES
+
+
+_SERVES = (True, "C++ kernels built for this machine")
 
 
 def call(variant: str, function: str, arguments: ctypes.Structure, limit: int) -> None:
@@ -51,6 +55,8 @@ def call(variant: str, function: str, arguments: ctypes.Structure, limit: int) -
 
 
 def _load(variant: str) -> ctypes.CDLL | BuildError:
+    if os.environ.get(SWITCH) == "0":
+        return BuildError(f"switched off by {SWITCH}=0", hint="unset it to use the C++ kernels")
     try:
         loaded = ctypes.CDLL(str(build.built_library(variant)))
         for name, structure in calls.FUNCTIONS.items():

@@ -33,9 +33,7 @@ def attention_provider(variant: str = "fast") -> Provider:
         attention_mode: int = 2,
     ) -> torch.Tensor:
         check_attention_words(layout_query, sparse_block_size, attention_mode)
-        check_attention(
-            query, key, value, sparse_indices, block_table, query_rope, key_rope, layout_kv, attention_mode
-        )
+        check_attention(query, key, value, sparse_indices, block_table, query_rope, key_rope, layout_kv, attention_mode)
         rows = (query.shape[0], query.shape[1])
         check_lengths(rows, actual_seq_lengths_query, actual_seq_lengths_kv, sparse_mode)
         result = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype)
