@@ -8,7 +8,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from k31compile.graph.sizes import value_of
+from k31compile.graph.sizes import hint, value_of
 from k31compile.graph.trace import current_fake_mode
 
 _ORIGIN = ("stack_trace", "nn_module_stack")
@@ -73,16 +73,25 @@ def _trace(
 
 
 def _with_strides_of(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    if same_sizes(result.stride(), expected.stride()):
+    if same_sizes(result.stride(), expected.stride()) or not is_dense(expected):
         return result
     order = sorted(range(expected.dim()), key=lambda d: -_hint_stride(expected, d))
     inverse = [order.index(d) for d in range(expected.dim())]
     return result.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 
 
-def _hint_stride(tensor: torch.Tensor, dim: int) -> int:
-    from k31compile.graph.sizes import hint
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor fills its memory without gaps or overlap, its dimensions in any order."""
+    expected = 1
+    for dim in sorted(range(tensor.dim()), key=lambda d: _hint_stride(tensor, d)):
+        if hint(tensor.shape[dim]) != 1:
+            if _hint_stride(tensor, dim) != expected:
+                return False
+            expected *= hint(tensor.shape[dim])
+    return True
 
+
+def _hint_stride(tensor: torch.Tensor, dim: int) -> int:
     return hint(tensor.stride(dim))
 
 

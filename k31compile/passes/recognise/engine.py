@@ -126,7 +126,7 @@ def _try_demand(
     leaves = find_leaves(flow, demand.core, demand.eligible, demand.kept)
     if isinstance(leaves, Leak):
         return _Reason(1, _describe_leak(leaves))
-    best = _Reason(1, "")
+    best = _Reason(0, "")
     for variant in recogniser.variants(flow, leaves):
         try:
             region = Region.between(flow, variant, demand.outputs)

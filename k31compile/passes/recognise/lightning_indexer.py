@@ -23,7 +23,6 @@ from k31compile.graph.sizes import (
     numel_of,
     shape_of,
     shape_under,
-    squeezed,
     substitute,
     symbols_of,
     value_of,
@@ -61,12 +60,19 @@ class LightningIndexerRecogniser(Recogniser):
         selection = selection_of(flow, anchor)
         assert selection is not None
         require_indices_only(flow, selection)
+        roles = list(self._roles(selection))
+        if not roles:
+            raise Mismatch(
+                f"the selection runs over dimension {selection.dim} of a tensor {list(shape_of(selection.scores))}: "
+                "the heads are not summed before it"
+            )
         weights = weight_operands(flow)
 
         def eligible(node: fx.Node) -> bool:
             if is_integer(node):
                 return numel_of(node) <= numel_of(selection.scores)
-            return is_float(node) and node not in weights and self._may_be_operand(node, selection)
+            fits = (next(layouts(shape_of(node), letters, known), None) for letters, known in roles)
+            return is_float(node) and node not in weights and any(fits)
 
         for depth in (1, 2, 3):
             dots = contractions_at_depth(flow, selection.scores, depth)
@@ -77,9 +83,13 @@ class LightningIndexerRecogniser(Recogniser):
                 return
             yield Demand((selection.scores, selection.final), frozenset(core), eligible)
 
-    def _may_be_operand(self, node: fx.Node, selection: Selection) -> bool:
-        rank = len(squeezed(shape_of(node)))
-        return 1 <= rank <= 4 and (rank < 4 or numel_of(selection.scores) > 0)
+    def _roles(self, selection: Selection) -> Iterator[tuple[str, dict[str, int]]]:
+        """The letters of each operand with their known sizes, for each way to read the scores."""
+        shape = shape_of(selection.scores)
+        for scores in layouts(shape, "bts", {"s": shape[selection.dim]}):
+            if scores.dims[2] == selection.dim:
+                b, t, s = (scores.size(letter, shape) for letter in "bts")
+                yield from (("bthd", {"b": b, "t": t}), ("bsd", {"b": b, "s": s}), ("bth", {"b": b, "t": t}))
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """The pages behind a gathered key first: then no contiguous copy of the keys is ever made."""

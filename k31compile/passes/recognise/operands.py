@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from k31compile.graph.cuts import same_size_base
+from k31compile.graph.cuts import is_view, same_size_base
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout
-from k31compile.graph.sizes import Substitution, is_float, is_integer, shape_of, shape_under, value_of
+from k31compile.graph.sizes import Substitution, is_float, is_integer, numel_of, shape_of, shape_under, value_of
 
 Values = Mapping[fx.Node, torch.Tensor]
 
@@ -97,10 +97,24 @@ def paged_source(leaf: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     if not isinstance(pages, fx.Node) or not isinstance(index, fx.Node):
         return None
-    pages, table = same_size_base(pages), same_size_base(_without_casts(index))
-    shape = shape_of(pages)
-    is_pool = len(shape) in (3, 4) and (len(shape) == 3 or shape[2] == 1)
-    return (pages, table) if is_pool and len(shape_of(table)) == 2 and is_integer(table) else None
+    table = same_size_base(_without_casts(index))
+    return (pages, table) if is_pool(pages) and len(shape_of(table)) == 2 and is_integer(table) else None
+
+
+def is_pool(node: fx.Node) -> bool:
+    """Whether the node has the shape of pages, [blocks, page, d] or [blocks, page, 1, d]."""
+    shape = shape_of(node)
+    return len(shape) == 3 or (len(shape) == 4 and shape[2] == 1)
+
+
+def pages_behind(leaf: fx.Node) -> fx.Node | None:
+    """The pages that a flat view [slots, d] of a cache was made from."""
+    node = leaf
+    while not is_pool(node):
+        if not is_view(node) or numel_of(node) != numel_of(leaf) or not isinstance(node.args[0], fx.Node):
+            return None
+        node = node.args[0]
+    return node if shape_of(node)[-1] == shape_of(leaf)[-1] and is_cache(node) else None
 
 
 def _without_casts(node: fx.Node) -> fx.Node:

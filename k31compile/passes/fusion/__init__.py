@@ -1,0 +1,1 @@
+"""Fusions: many nodes become one k31 operator."""

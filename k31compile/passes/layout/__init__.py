@@ -1,0 +1,1 @@
+"""Layouts: static widths, memory formats of weights."""

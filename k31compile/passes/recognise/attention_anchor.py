@@ -1,0 +1,147 @@
+"""Where a sparse attention may be: a softmax below an index tensor, and the parts around it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from k31compile.graph.cuts import same_size_base
+from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.sizes import is_float, is_integer, is_tensor, shape_of
+from k31compile.passes.recognise.contractions import is_contraction, nearest_contractions, operands
+
+SDPA = ATEN.scaled_dot_product_attention.default
+_SOFTMAXES = {ATEN.softmax.int, ATEN._softmax.default, ATEN.exp.default, SDPA}
+_SORTS = {ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable}
+_ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
+_READS_BY_INDEX = {
+    ATEN.scatter.value,
+    ATEN.scatter.src,
+    ATEN.gather.default,
+    ATEN.index.Tensor,
+    ATEN.index_select.default,
+    ATEN.take_along_dim.default,
+    ATEN.index_put.default,
+    ATEN.eq.Tensor,
+}
+# From the indices to the softmax there are a mask or a gather, not half a model.
+_FAR = 80
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A softmax, the indices above it, the dots and projections around it, and the value that leaves it."""
+
+    softmax: fx.Node
+    indices: fx.Node
+    output: fx.Node
+    dots: frozenset[fx.Node]
+    projections: frozenset[fx.Node]
+
+    @property
+    def projection_weights(self) -> set[fx.Node]:
+        """What the projections multiply the latent with."""
+        return {operand for node in self.projections for operand in operands(node)}
+
+    @property
+    def is_selected_by_us(self) -> bool:
+        """Whether a fused indexer made the indices."""
+        return is_indexer(self.indices)
+
+
+def is_indexer(node: fx.Node) -> bool:
+    """Whether the node is a fused indexer."""
+    return str(node.target) == "k31.lightning_indexer.default"
+
+
+def attentions(flow: Dataflow) -> Iterator[Attention]:
+    """Every softmax with indices close above it, in the order of the graph."""
+    for node in flow.nodes:
+        if node.target in _SOFTMAXES and node not in flow.constants:
+            indices = _indices_above(flow, node)
+            output = _output_of(flow, node)
+            if indices is not None and output is not None:
+                yield Attention(node, indices, output, *_parts(flow, node, indices, output))
+
+
+def _indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
+    """The nearest index tensor above the softmax, breadth first."""
+    seen: set[fx.Node] = set()
+    front = [softmax]
+    while front and len(seen) < 4 * _FAR:
+        following: list[fx.Node] = []
+        for node in front:
+            for source in flow.inputs[node]:
+                if source in seen or source in flow.constants:
+                    continue
+                seen.add(source)
+                if _may_be_indices(flow, source):
+                    return source if len(flow.between([source], [softmax])) <= _FAR else None
+                following.append(source)
+        front = following
+    return None
+
+
+def _may_be_indices(flow: Dataflow, node: fx.Node) -> bool:
+    if is_indexer(node) or node.target in _ARGSORTS:
+        return True
+    if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
+        return node.args[0].target in _SORTS and node.args[1] == 1
+    if node.op == "placeholder" and is_integer(node) and len(shape_of(node)) >= 2 and shape_of(node)[-1] > 1:
+        return any(_reads_by_index(flow, node, depth=6))
+    return False
+
+
+def _reads_by_index(flow: Dataflow, node: fx.Node, depth: int) -> Iterator[bool]:
+    """Whether something selects by these integers, possibly after casts, views and comparisons of them."""
+    for user in flow.users[node]:
+        if user.target in _READS_BY_INDEX and (user.args[0] is not node or user.target is ATEN.eq.Tensor):
+            yield not (user.target is ATEN.eq.Tensor and not is_tensor(user))
+        elif depth and is_tensor(user) and not is_float(user):
+            yield from _reads_by_index(flow, user, depth - 1)
+
+
+def _output_of(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
+    """The first value that all of the softmax goes through and that contains a sum over the keys' values."""
+    if softmax.target is SDPA:
+        return softmax
+    for node in flow.post_dominators(softmax):
+        inner = flow.between([softmax], [node]) - {softmax}
+        if is_float(node) and any(is_contraction(n) and not _normalises(n, softmax) for n in inner):
+            return node
+        if len(inner) > _FAR:
+            return None
+    return None
+
+
+def _normalises(node: fx.Node, softmax: fx.Node) -> bool:
+    """A sum of the softmax's own values, as a softmax by hand has one."""
+    return node.target in (ATEN.sum.dim_IntList,) and same_size_base(node.args[0]) is softmax  # type: ignore[arg-type]
+
+
+def _parts(
+    flow: Dataflow, softmax: fx.Node, indices: fx.Node, output: fx.Node
+) -> tuple[frozenset[fx.Node], frozenset[fx.Node]]:
+    """The dots above the softmax, and the projections that make its keys and values from one latent."""
+    if softmax.target is SDPA:
+        dots: set[fx.Node] = set()
+        key_side = {node for node in softmax.args[1:2] if isinstance(node, fx.Node)}
+        value_side = {node for node in softmax.args[2:3] if isinstance(node, fx.Node)}
+    else:
+        dots = nearest_contractions(flow, flow.inputs[softmax], inside=lambda node: node is not indices)
+        below = flow.descendants([softmax])
+        sums = {n for n in flow.between([softmax], [output]) if is_contraction(n)}
+        key_side = {operand for node in dots for operand in operands(node)}
+        value_side = {operand for node in sums for operand in operands(node) if operand not in below}
+    makes_keys = nearest_contractions(flow, key_side, inside=lambda node: node is not indices)
+    makes_values = nearest_contractions(flow, value_side, inside=lambda node: node is not indices)
+    projections = makes_keys & makes_values
+    if not projections:
+        projections = {
+            node
+            for values in makes_values
+            for keys in makes_keys
+            if {same_size_base(o) for o in operands(values)} & {same_size_base(o) for o in operands(keys)}
+            for node in (values, keys)
+        }
+    return frozenset(dots), frozenset(projections)

@@ -1,0 +1,97 @@
+"""Index rows from the domain of whoever made them: distinct positions, the seen ones first, marks as promised."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from k31compile.graph.dataflow import Dataflow
+from k31compile.graph.evaluate import run_in_float64
+from k31compile.graph.region import Region
+from k31compile.kernels.visibility import visible_lengths
+from k31compile.passes.recognise.attention_anchor import is_indexer
+
+
+@dataclass(frozen=True)
+class Producer:
+    """What is known of the indices: from a fused indexer everything, from others that a row names no key twice.
+
+    `marks_empty` tells whether -1 may stand in slots without a visible key; `lengths` is the region that computes a
+    fused indexer's lengths from the attention's own integer leaves, where it can be.
+    """
+
+    is_known: bool
+    marks_empty: bool
+    hides_keys: bool
+    sparse_mode: int = 0
+    lengths: Region | None = None
+    has_rows: bool = False
+    has_lengths: bool = False
+
+    @property
+    def fills_with_hidden_keys(self) -> bool:
+        """Whether empty slots name keys that the row must not see."""
+        return self.is_known and self.hides_keys and not self.marks_empty
+
+    def visible(
+        self, sample: Mapping[fx.Node, torch.Tensor], sizes: tuple[int, int, int], generator: torch.Generator
+    ) -> torch.Tensor | None:
+        """How many keys each row sees by the producer, [B, T]; None where nothing is known."""
+        batch, rows, keys = sizes
+        if not self.is_known:
+            return None
+        if not self.hides_keys:
+            return torch.full((batch, rows), keys)
+        if self.lengths is None:
+            return torch.randint(1, keys + 1, (batch, rows), generator=generator)
+        values = run_in_float64(self.lengths, {n: sample[n] for n in self.lengths.leaves}, {})
+        length_query = values[0] if self.has_rows else None
+        length_key = values[-1] if self.has_lengths else None
+        return visible_lengths((batch, rows), keys, length_query, length_key, self.sparse_mode, torch.device("cpu"))
+
+
+def producers_of(flow: Dataflow, indices: fx.Node, region: Region) -> list[Producer]:
+    """Who may have made the indices; of an unknown producer first the one that asks more of the attention."""
+    if not is_indexer(indices):
+        return [Producer(False, True, True), Producer(False, False, True)]
+    given: Mapping[str, Any] = indices.kwargs
+    mode = given.get("sparse_mode", 3)
+    rows, lengths = given.get("actual_seq_lengths_query"), given.get("actual_seq_lengths_key")
+    hides = mode != 0 or rows is not None or lengths is not None
+    outputs = [node for node in (rows, lengths) if isinstance(node, fx.Node)]
+    leaves = [leaf for leaf in region.leaves if leaf is not indices]
+    try:
+        computed = Region.between(flow, leaves, outputs) if outputs else Region((), (), ())
+        needed = flow.ancestors(outputs, stop=set(leaves).__contains__)
+        computed = Region(tuple(n for n in computed.leaves if n in needed), computed.outputs, computed.nodes)
+    except ValueError:
+        computed = None  # type: ignore[assignment]
+    marks = given.get("tail", "minus_one") == "minus_one"
+    return [Producer(True, marks, hides, mode, computed, rows is not None, lengths is not None)]
+
+
+def index_rows(
+    sizes: tuple[int, int, int, int], visible: torch.Tensor | None, producer: Producer, generator: torch.Generator
+) -> torch.Tensor:
+    """Indices [B, T, K], no key twice in a row.
+
+    Of a known producer: seen keys in any order, the last of them always chosen, then the hidden ones ascending or -1.
+    Of an unknown one: any keys, seen or not, and -1 at the end of some rows where it may be there.
+    """
+    b, t, k, s = sizes
+    place, slot = torch.arange(s), torch.arange(k)
+    rank = torch.rand((b, t, s), generator=generator)
+    if visible is None:
+        rows = _pad(rank.argsort(-1)[..., :k], k)
+        count = torch.randint(1, k + 1, (b, t, 1), generator=generator)
+        return rows.masked_fill(slot >= count, -1) if producer.marks_empty else rows
+    seen = visible[..., None]
+    rank = torch.where(place == seen - 1, -1.0, torch.where(place >= seen, 2.0 + place, rank))
+    rows = _pad(rank.argsort(-1)[..., :k], k)
+    return rows.masked_fill(slot >= seen, -1) if producer.marks_empty else rows
+
+
+def _pad(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, count - rows.shape[-1]), value=-1)

@@ -1,0 +1,318 @@
+"""Sparse attention in anyone's spelling: mask or gather, native or absorbed, softmax by name or by hand.
+
+    o[t, h] = sum_j softmax_j(scale * q[t, h] . k[idx[t, j]]) v[idx[t, j]],  over keys chosen and visible (spec 2.9)
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_error
+from k31compile.graph.dataflow import Dataflow
+from k31compile.graph.layout import Layout, layouts
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import (
+    Substitution,
+    is_float,
+    is_integer,
+    numel_of,
+    shape_of,
+    shape_under,
+    symbols_of,
+    value_of,
+)
+from k31compile.passes.recognise.attention_anchor import Attention, attentions
+from k31compile.passes.recognise.attention_forms import Form, forms
+from k31compile.passes.recognise.attention_samples import Producer, index_rows, producers_of
+from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.operands import (
+    Paged,
+    is_cache,
+    is_parameter,
+    pages_behind,
+    paged_source,
+    sample_table,
+    spread,
+)
+from k31compile.passes.recognise.visibility import Visibility, hypotheses, sample_counts
+
+
+class SparseFlashAttentionRecogniser(Recogniser):
+    """Anchored on a softmax (or exp, or scaled_dot_product_attention) that an index tensor reaches."""
+
+    name = "sparse_flash_attention"
+
+    def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
+        """The softmaxes; an `exp` inside a softmax by hand is one."""
+        return [found.softmax for found in attentions(flow)]
+
+    def _attention(self, flow: Dataflow, anchor: fx.Node) -> Attention:
+        return next(found for found in attentions(flow) if found.softmax is anchor)
+
+    def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
+        """Native first, the projections from the latent inside; then as it stands."""
+        found = self._attention(flow, anchor)
+        base = flow.between([found.indices], [found.output]) | flow.between(found.dots, [found.output])
+        core = (base | {found.output}) - {found.indices}
+        if any(node.op == "placeholder" for node in core):
+            raise Mismatch("an input of the graph lies between the indices and the output")
+        if found.projections and not found.projections & core:
+            inner = flow.between(found.projections, [found.output])
+            yield Demand(
+                (found.output,),
+                frozenset(core | inner),
+                self._eligible(found, found.projection_weights),
+                (found.indices,),
+            )
+        weights = found.projection_weights if found.projections & core else set()
+        yield Demand((found.output,), frozenset(core), self._eligible(found, weights), (found.indices,))
+
+    def _eligible(self, found: Attention, weights: set[fx.Node]) -> Callable[[fx.Node], bool]:
+        batch, rows = self._rows(found)
+
+        def eligible(node: fx.Node) -> bool:
+            if is_integer(node):
+                return True
+            if not is_float(node):
+                return False
+            if node in weights:
+                return True
+            if is_parameter(node):
+                return False
+            fits = (
+                next(layouts(shape_of(node), letters, known), None)
+                for b, t in zip(batch, rows, strict=True)
+                for letters, known in (("bthd", {"b": b, "t": t}), ("bsd", {"b": b}), ("bshd", {"b": b}))
+            )
+            return any(fits) or is_cache(node)
+
+        return eligible
+
+    def _rows(self, found: Attention) -> tuple[list[int], list[int]]:
+        readings = list(_index_layouts(found.indices))
+        shape = shape_of(found.indices)
+        return [r.size("b", shape) for r in readings], [r.size("t", shape) for r in readings]
+
+    def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
+        """Pages behind gathered or flattened caches, all of them; then the leaves as found."""
+        better: list[fx.Node] = []
+        for leaf in leaves:
+            source = paged_source(leaf) if is_float(leaf) else None
+            pages = pages_behind(leaf) if is_float(leaf) and source is None and is_cache(leaf) else None
+            better += source if source is not None else [pages if pages is not None else leaf]
+        if tuple(better) != leaves:
+            yield tuple(dict.fromkeys(better))
+        yield leaves
+
+    def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
+        """Every form that fits the shapes, under every domain of the indices."""
+        found = self._attention(flow, anchor)
+        integers = [n for n in region.leaves if is_integer(n) and n is not found.indices]
+        if found.indices not in region.leaves:
+            return
+        shape = shape_of(found.indices)
+        for layout, table in itertools.product(_index_layouts(found.indices), (*_tables(integers), None)):
+            letters = {"b": layout.size("b", shape), "t": layout.size("t", shape), "out": numel_of(found.output)}
+            counts = [n for n in integers if n is not table]
+            for floats, weights in _latents_and_weights(found, region):
+                for form in forms(floats, weights, table, letters):
+                    known = {"b": letters["b"], "t": letters["t"], "h": form.queries[0].size("h")}
+                    for output in layouts(shape_of(found.output), "bthv", known):
+                        for producer in producers_of(flow, found.indices, region):
+                            yield AttentionReading(region, found, form, layout, output, counts, producer)
+
+    def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
+        """No probabilities leave, and no key that the row does not see is read."""
+        assert isinstance(reading, AttentionReading)
+        visibility: Visibility = reading.learned["visibility"]
+        if visibility.everything and reading.producer.fills_with_hidden_keys:
+            raise Mismatch(
+                "rows with fewer visible keys than are selected would read keys of the future: the attention masks "
+                "neither by position nor by -1"
+            )
+        pairwise = numel_of(reading.found.indices)
+        for node, reader in outside_users(flow, region.nodes, region.outputs).items():
+            wide = numel_of(node) >= pairwise and is_float(node)
+            if wide and node in flow.descendants([reading.found.softmax]):
+                raise Mismatch(f"the attention weights are also read by {reader.name}: a fused attention has none")
+
+    def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
+        """Indices reach the softmax through a mask or a gather."""
+        return True
+
+    def hint(self, reason: str) -> str:
+        """What to change."""
+        if "future" in reason:
+            return "mask the selected keys by position before the softmax"
+        return "the recognised form is a softmax over the selected, visible keys, by mask or by gather"
+
+
+def _index_layouts(indices: fx.Node) -> Iterator[Layout]:
+    """[B, T, 1, K] of a fused indexer; [B, T, K], [T, K] or [B, K] of others."""
+    shape = shape_of(indices)
+    if len(shape) == 4 and shape[2] == 1:
+        yield Layout("btk", (0, 1, 3))
+        return
+    last = len(shape) - 1
+    for layout in layouts(shape, "btk", {"k": shape[-1]}):
+        present = [d for d in layout.dims if d is not None]
+        if layout.dims[2] == last and present == sorted(present):
+            yield layout
+
+
+def _latents_and_weights(found: Attention, region: Region) -> Iterator[tuple[list[fx.Node], list[fx.Node]]]:
+    """The float leaves that are activations and those that are weights; without parameters each split is tried."""
+    floats = [n for n in region.leaves if is_float(n)]
+    operands = [n for n in floats if n in found.projection_weights]
+    parameters = [n for n in floats if is_parameter(n)]
+    splits = [parameters] if parameters or not operands else [[], *map(list, itertools.chain(
+        itertools.combinations(operands, 1), itertools.combinations(operands, 2)))]
+    for weights in splits:
+        yield [n for n in floats if n not in weights], weights
+
+
+def _tables(integers: Sequence[fx.Node]) -> list[fx.Node]:
+    return [n for n in integers if len(shape_of(n)) == 2]
+
+
+class AttentionReading(Reading):
+    """Leaves read as queries, caches, weights, indices and lengths."""
+
+    name = "sparse_flash_attention"
+
+    def __init__(
+        self,
+        region: Region,
+        found: Attention,
+        form: Form,
+        indices: Layout,
+        output: Layout,
+        counts: list[fx.Node],
+        producer: Producer,
+    ) -> None:
+        """One form, not yet confirmed."""
+        self.region, self.found, self.form, self.producer = region, found, form, producer
+        self.index_layout, self.output_layout, self.counts = indices, output, counts
+        self._sizes = dict(self._choose_substitution())
+        index_shape = shape_under(found.indices, self._sizes)
+        self._letters = {x: indices.size(x, index_shape) for x in "btk"}
+        self._letters["s"] = form.key.operand.size("s", self._sizes)
+        self._letters["h"] = form.queries[0].size("h", self._sizes)
+        self._candidates: list[tuple[Visibility, float]] | None = None
+        self.learned: dict[str, Any] = {}
+
+    def _choose_substitution(self) -> Substitution:
+        shape = value_of(self.found.indices).shape
+        sizes = [size for leaf in self.region.leaves for size in value_of(leaf).shape]
+        chosen = {symbol: 5 + 2 * i for i, symbol in enumerate(symbols_of(shape))}
+        for i, symbol in enumerate(s for s in symbols_of(sizes) if s not in chosen):
+            chosen[symbol] = 3 * shape_of(self.found.indices)[-1] + 7 + 2 * i
+        return chosen
+
+    def substitution(self) -> Substitution:
+        """The sizes of a confirmation."""
+        return self._sizes
+
+    def sizes(self) -> Mapping[str, int]:
+        """B, T, S, H, K."""
+        return {letter.upper(): size for letter, size in self._letters.items()}
+
+    def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
+        """Queries over two decades, normal caches and weights, indices from the domain of their producer."""
+        b, t, k, s = (self._letters[x] for x in "btks")
+        sample: dict[fx.Node, torch.Tensor] = {}
+        for query in self.form.queries:
+            sample |= query.place(spread(self._canonical_shape(query), generator, 1, 3))
+        for cache in self.form.caches:
+            sample |= self._sample_cache(cache.operand, generator, sample)
+        for weight in self.form.weights:
+            shape = shape_under(weight, self._sizes)
+            sample[weight] = torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
+        sample |= sample_counts(self.counts, lambda leaf: shape_under(leaf, self._sizes), t, s, generator, trial)
+        rows = index_rows((b, t, k, s), self.producer.visible(sample, (b, t, s), generator), self.producer, generator)
+        restored = self.index_layout.restore(rows, value_of(self.found.indices).dim())
+        sample[self.found.indices] = restored.to(value_of(self.found.indices).dtype).contiguous()
+        return sample
+
+    def _canonical_shape(self, operand: Any) -> tuple[int, ...]:
+        return tuple(operand.size(letter, self._sizes) for letter in operand.layout.letters)
+
+    def _sample_cache(
+        self, operand: Any, generator: torch.Generator, sample: Mapping[fx.Node, torch.Tensor]
+    ) -> dict[fx.Node, torch.Tensor]:
+        if not isinstance(operand, Paged):
+            values = torch.randn(self._canonical_shape(operand), generator=generator, dtype=torch.float64)
+            return operand.place(values)
+        shape = shape_under(operand.pages, self._sizes)
+        table = sample.get(operand.table)
+        if table is None:
+            table = sample_table(operand.table, shape[0], self._sizes, generator)
+        b, s, d = (operand.size(letter, self._sizes) for letter in "bsd")
+        values = torch.randn((b, s, d), generator=generator, dtype=torch.float64)
+        return {**operand.place(values, table, shape), operand.table: table}
+
+    def judge(self, sample: Mapping[fx.Node, torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
+        """Equal to the operator for one scale and one rule of visibility, on every row that sees a chosen key."""
+        b, t, s = (self._letters[x] for x in "bts")
+        got = self.output_layout.canonical(outputs[0]).to(torch.float64)
+        if self._candidates is None:
+            self._candidates = list(itertools.product(self._visibilities(b, t), self._scales()))
+        kept: list[tuple[Visibility, float]] = []
+        errors: list[float] = []
+        indices = self._indices(sample)
+        for visibility, scale in self._candidates:
+            seen = visibility.visible(sample, b, t, s)
+            live = ((indices[:, :, 0] >= 0) & (indices[:, :, 0] < seen[..., None])).any(-1)
+            expected = self._attend(sample, visibility, scale)
+            error = relative_error(got[live], expected[live]) if bool(live.any()) else 0.0
+            if math.isfinite(error) and error < TOLERANCE:
+                kept.append((visibility, scale))
+                errors.append(error)
+        if not kept:
+            raise Mismatch("it is not a softmax over the selected and visible keys")
+        self._candidates = kept
+        self.learned = {"visibility": kept[0][0], "scale": kept[0][1]}
+        return errors[0]
+
+    def _visibilities(self, batch: int, rows: int) -> list[Visibility]:
+        found = hypotheses(self.counts, batch, rows)
+        return [*found, Visibility(None, 0, 0, everything=True)] if self.counts else found
+
+    def _scales(self) -> list[float]:
+        """The constants that the author multiplies or divides by, what they make together, and the defaults."""
+        constants = {1.0}
+        for node in self.region.nodes:
+            for argument in (*node.args, *node.kwargs.values()):
+                if isinstance(argument, float) and 1e-6 < abs(argument) < 1e3:
+                    constants |= {argument, 1.0 / argument}
+        width = sum(query.size("d", self._sizes) for query in self.form.queries)
+        products = {a * b for a in constants for b in constants} if len(constants) <= 6 else constants
+        return sorted({width**-0.5, *products, *constants}, key=lambda x: (abs(x - width**-0.5), x))
+
+    def _indices(self, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
+        indices = values[self.found.indices]
+        if self.index_layout.dims == (0, 1, 3):
+            return indices
+        return self.index_layout.canonical(indices).unsqueeze(2)
+
+    def _attend(self, values: Mapping[fx.Node, torch.Tensor], visibility: Visibility, scale: float) -> torch.Tensor:
+        mode, rows, lengths = visibility.lengths(values, self.form.queries[0].canonical(values))
+        return self.form.attend(
+            values,
+            self._indices(values),
+            scale,
+            sparse_mode=mode,
+            actual_seq_lengths_query=rows,
+            actual_seq_lengths_kv=lengths,
+        )
+
+    def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The operator in the author's layout and dtype."""
+        values = dict(zip(self.region.leaves, leaves, strict=True))
+        result = self._attend(values, self.learned["visibility"], self.learned["scale"])
+        output = value_of(self.found.output)
+        return (self.output_layout.restore(result, output.dim()).to(output.dtype),)
