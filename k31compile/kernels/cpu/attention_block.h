@@ -189,7 +189,10 @@ K31_INLINE void mix_tile(const char* weights, int64_t head_lanes, const char* va
     for (int64_t j = 0; j < depth; j++) {
         Words value[VECS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) value[v] = load<Words>(values + (j * value_stride + v * LANES) * 4);
+        for (int v = 0; v < VECS; v++) {
+            value[v] = load<Words>(values + (j * value_stride + v * LANES) * 4);
+            K31_KEEP(value[v]);
+        }
 #pragma GCC unroll 4
         for (int h = 0; h < HEAD_TILE; h++) {
             const auto weight = read<typename Dot::Element>(weights + (j * head_lanes + h) * 4);
@@ -210,7 +213,7 @@ template <class Dot> void Block<Dot>::mix(const Shape<Dot>& s, int64_t n, Partia
     const int64_t vectors = s.value_lanes / LANES;
     for (int64_t d = 0; d < vectors;) {
         const int64_t left = vectors - d;
-        const int width = left >= MIX_VECS && left != MIX_VECS + 1 ? MIX_VECS : left >= 2 ? 2 : 1;
+        const int width = left >= MIX_VECS ? MIX_VECS : left >= 2 ? 2 : 1;
         const auto tile = width == MIX_VECS ? mix_tile<Dot, MIX_VECS> : width == 2 ? mix_tile<Dot, 2> : mix_tile<Dot, 1>;
         for (int64_t h = 0; h < s.heads; h += HEAD_TILE)
             tile(weight + h * 4, s.head_lanes, from + d * LANES * 4, stride, depth, decay + h,

@@ -68,18 +68,46 @@ K31_INLINE void prefetch(const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// One allocation per call, so that nothing outlives it and calls from several threads share nothing.
+// One piece of memory per call, shared out among its threads. A calling thread keeps its piece for its next call
+// (fresh pages cost more than a small decode step) unless it is large, and frees it when it ends.
 class Scratch {
   public:
-    explicit Scratch(int64_t bytes) : base_(static_cast<char*>(std::aligned_alloc(64, size_t(round_up(bytes + 1, 64))))) {}
-    ~Scratch() { std::free(base_); }
+    explicit Scratch(int64_t bytes) {
+        Kept& kept = mine();
+        if (kept.bytes < bytes) {
+            std::free(kept.base);
+            kept.bytes = round_up(bytes + 1, 4096);
+            kept.base = static_cast<char*>(std::aligned_alloc(64, size_t(kept.bytes)));
+            if (!kept.base) kept.bytes = 0;
+        }
+        base_ = kept.base;
+    }
+    ~Scratch() {
+        if (mine().bytes > KEEP_AT_MOST) mine().release();
+    }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
     explicit operator bool() const { return base_ != nullptr; }
     char* base() const { return base_; }
 
   private:
-    char* base_;
+    static constexpr int64_t KEEP_AT_MOST = 8 << 20;
+    struct Kept {
+        char* base = nullptr;
+        int64_t bytes = 0;
+        void release() {
+            std::free(base);
+            base = nullptr;
+            bytes = 0;
+        }
+        ~Kept() { release(); }
+    };
+    static Kept& mine() {
+        thread_local Kept kept;
+        return kept;
+    }
+
+    char* base_;  // the calling thread's, whichever thread asks
 };
 
 // Hands out aligned parts of a scratch; with a null base it only adds up how much is needed.

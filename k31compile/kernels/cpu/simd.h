@@ -48,6 +48,13 @@ template <class To, class From> K31_INLINE To bits(From from) {
     return to;
 }
 
+// Compilers like to repeat a load at every use; where a tile is bound by its loads this keeps the value in a register.
+#if defined(__x86_64__)
+#define K31_KEEP(vector) asm("" : "+x"(vector))
+#else
+#define K31_KEEP(vector) (void)(vector)
+#endif
+
 K31_INLINE Floats splat(float x) { return x - Floats{}; }
 
 K31_INLINE constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
