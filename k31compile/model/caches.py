@@ -122,6 +122,10 @@ class Caches:
             )
 
 
+# Lets torch.export and every other walker over arguments see the tensors inside.
+torch.export.register_dataclass(Caches)
+
+
 def _kda_cache(config: K31Config, rows: int, dtype: torch.dtype, device: torch.device | str | None) -> KdaCache:
     state = (rows, config.kda_num_heads, config.kda_value_dim, config.kda_key_dim)
     return KdaCache(

@@ -82,8 +82,7 @@ class Experts(nn.Module):
 
     def forward(self, y: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """y [N, L], experts int64 [N, k], weights [N, k] -> sum_k w_k e_k(y), [N, L] as weights."""
-        count = self.gate_up_proj.shape[0]
-        few = experts.numel() <= count
+        few = experts.numel() <= self.gate_up_proj.shape[0]
         if self.form == "gather" or (self.form == "auto" and few):
             return self._gathered(y, experts, weights)
         return self._dense(y, experts, weights)

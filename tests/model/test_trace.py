@@ -61,3 +61,16 @@ def test_two_graphs_serve_every_prompt_and_every_step(odd):
     for prompts in ([[1, 2], [3] * 40], [[4] * 17, [5]]):
         assert generate(compiled, prompts, 5, chunk=16, caches=caches) == generate(model, prompts, 5, chunk=16)
     assert counter.frame_count == 2
+
+
+def test_exports_with_the_caches_as_arguments(odd, tokens):
+    model, start = K31ForCausalLM(odd), torch.zeros(2, dtype=torch.int64)
+
+    def new():
+        return Caches.allocate(odd, 2, 50)
+
+    exported = torch.export.export(model, (tokens(2, 3), new(), start), strict=False).module()
+    eager, kept = new(), new()
+    assert torch.equal(exported(tokens(2, 3, seed=7), kept, start), model(tokens(2, 3, seed=7), eager, start))
+    for theirs, ours in zip(kept.layers, eager.layers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
