@@ -1,0 +1,183 @@
+"""`torch.compile(model, backend="k31")`: trace, passes, target, report. Found by entry point, no import needed."""
+
+import logging
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
+
+import k31compile.kernels  # noqa: F401  (registers the operators)
+from k31compile.errors import K31Error, OptionError, StrictError
+from k31compile.graph.trace import trace_functional
+from k31compile.nested import body_inputs, body_of, marked, nested_calls, repeated_layers
+from k31compile.options import FUSIONS, Options
+from k31compile.passes.layout.static_top_k import is_static_top_k
+from k31compile.passes.pipeline import add_to_report, run_pipeline
+from k31compile.report import Report, record
+from k31compile.targets.cpu import compile_for_cpu, providers
+
+log = logging.getLogger("k31compile")
+
+Compiled = Callable[..., Any]
+
+
+def k31(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **unknown: Any,
+) -> Compiled:
+    """The backend that torch.compile calls with Dynamo's graph; see `k31compile.Options` for the options.
+
+    Raises:
+        OptionError: an unknown option, mode or value.
+        NotBuiltYetError: an option of the interface that this version does not have.
+        StrictError: under `strict=True`, where the report would only tell.
+    """
+    chosen = _options(mode, options, unknown)
+    report = Report(versions={"torch": torch.__version__, "python": platform.python_version()})
+    try:
+        compiled = _compile(module, example_inputs, chosen, report)
+    finally:
+        record(report)
+    if not report.fused:
+        log.warning(report.headline())
+    for note in report.notes:
+        log.warning(note)
+    return compiled
+
+
+def compile(model: nn.Module, **options: Any) -> Compiled:
+    """Compile a model whose repeated layers are traced and built once; options as for `backend="k31"`.
+
+    The layers' classes are marked while a call runs and as they were before and after it. Raises OptionError and
+    NotBuiltYetError at once.
+    """
+    Options.from_mapping(options)
+    kinds = repeated_layers(model)
+    forwards: dict[type[nn.Module], Any] = {}
+    compiled = torch.compile(model, backend="k31", options=options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with marked(kinds, forwards):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def _options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
+    if mode not in (None, "default"):
+        raise OptionError(f"backend k31 has no mode {mode!r}", hint="use options={...}; see k31compile.Options")
+    if unknown:
+        raise OptionError(
+            f"backend k31 does not take {', '.join(sorted(unknown))}", hint="use options={...}; see k31compile.Options"
+        )
+    return Options.from_mapping(options)
+
+
+def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> Compiled:
+    foreign = _why_not_ours(example_inputs, options)
+    if foreign:
+        return _hand_over(module, example_inputs, options, report, foreign)
+    report.nodes_before = _count_nodes(module)
+    try:
+        if nested_calls(module):
+            rewritten = _rewrite_nested(module, example_inputs, options, report)
+        else:
+            rewritten = _rewrite(module, example_inputs, options, report)
+    except StrictError:
+        raise
+    except K31Error as error:
+        return _hand_over(module, example_inputs, options, report, str(error))
+    report.nodes_after = _count_nodes(rewritten)
+    report.fused = dict(_count_fused(rewritten))
+    report.providers = providers(report.fused)
+    start = time.perf_counter()
+    compiled = compile_for_cpu(rewritten, example_inputs, options)
+    report.phases["codegen"] = time.perf_counter() - start
+    report.cache["why"] = "kept by Inductor's own caches" if options.cache else "cache=False"
+    return compiled
+
+
+def _why_not_ours(example_inputs: Sequence[Any], options: Options) -> str:
+    """Why this graph goes to Inductor as it is; empty where it does not."""
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return (
+            "k31 compiles for inference and this graph wants gradients, so Inductor compiled it unfused: "
+            "call the model under torch.no_grad() or torch.inference_mode()"
+        )
+    devices = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
+    if devices and options.target is None:
+        return f"target {'/'.join(sorted(devices))} is not built yet, so Inductor compiled this graph unfused"
+    return ""
+
+
+def _hand_over(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report, why: str
+) -> Compiled:
+    if options.strict:
+        raise StrictError(why)
+    report.notes.append(why)
+    if options.codegen == "ops":
+        return module.forward
+    return compile_fx(module, list(example_inputs))  # type: ignore[no-any-return]
+
+
+def _rewrite(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
+) -> fx.GraphModule:
+    start = time.perf_counter()
+    traced = trace_functional(module, example_inputs)
+    middle = time.perf_counter()
+    rewritten, stages = run_pipeline(traced, options, options.target or "cpu")
+    end = time.perf_counter()
+    add_to_report(report, stages)
+    _add(report, "trace", middle - start)
+    _add(report, "passes", end - middle)
+    rewritten.recompile()
+    return rewritten
+
+
+def _rewrite_nested(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
+) -> fx.GraphModule:
+    """Rewrite each nested body once; the outer graph, embeddings and heads, stays as Dynamo made it."""
+    for name, operands in body_inputs(module, example_inputs).items():
+        body = getattr(module, name)
+        setattr(module, name, _rewrite(body, operands, options, report))
+    report.notes.append(
+        f"{len(nested_calls(module))} layers are calls of {len({body_of(module, c) for c in nested_calls(module)})} "
+        "nested regions; passes saw the regions, not what stands between them"
+    )
+    return module
+
+
+def _count_nodes(module: fx.GraphModule) -> int:
+    return sum(len(child.graph.nodes) for child in module.modules() if isinstance(child, fx.GraphModule))
+
+
+def _count_fused(module: fx.GraphModule) -> Counter[str]:
+    """k31 operators by call site: a nested body counts once for each call."""
+    found: Counter[str] = Counter()
+    for node in module.graph.nodes:
+        target = str(node.target)
+        if target.startswith("k31."):
+            found[target.split(".")[1]] += 1
+        if is_static_top_k(node):
+            found["static_top_k"] += 1
+    for call in nested_calls(module):
+        body = getattr(module, body_of(module, call))
+        found.update(_count_fused(body))
+    return Counter({name: found[name] for name in (*FUSIONS, *found) if found[name]})
+
+
+def _add(report: Report, phase: str, seconds: float) -> None:
+    report.phases[phase] = report.phases.get(phase, 0.0) + seconds

@@ -1,0 +1,29 @@
+"""Target cpu: k31 operators stay operators, Inductor compiles all around them; or the graph runs at once as it is."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+
+from k31compile.kernels.registry import OPERATORS, provider_for
+from k31compile.options import Options
+from k31compile.targets.reinplace import reinplace_cache_writes
+
+
+def compile_for_cpu(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    """A callable of the graph's inputs.
+
+    `codegen="inductor"` builds C++ around our operators; `"ops"` runs operator by operator with cache writes in place.
+    """
+    if options.codegen == "ops":
+        reinplace_cache_writes(module)
+        return module.forward
+    patches = {} if options.cache else {"force_disable_caches": True}
+    return compile_fx(module, list(example_inputs), config_patches=patches or None)  # type: ignore[no-any-return]
+
+
+def providers(fused: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Which implementation serves each fused operator on this machine, and why."""
+    choices = {name: provider_for(name) for name in fused if name in OPERATORS}
+    return {name: {"provider": choice.provider, "why": choice.why} for name, choice in choices.items()}

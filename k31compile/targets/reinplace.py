@@ -1,0 +1,89 @@
+"""Turn cache writes back into writes in place, for a graph that runs operator by operator.
+
+A functional graph updates a cache by making a new one and copying it back at the end. Inductor undoes that by itself;
+without it every decode step would copy whole caches.
+"""
+
+from torch import fx
+
+from k31compile.graph.cuts import is_view
+from k31compile.graph.dataflow import ATEN, Dataflow
+
+_IN_PLACE = {
+    ATEN.index_put.default: ATEN.index_put_.default,
+    ATEN.index_copy.default: ATEN.index_copy_.default,
+    ATEN.scatter.src: ATEN.scatter_.src,
+    ATEN.scatter.value: ATEN.scatter_.value,
+}
+_OF_A_PART = {ATEN.slice_scatter.default: ATEN.slice.Tensor, ATEN.select_scatter.default: ATEN.select.int}
+# Views by name that may copy: what they give is no alias that a write must wait for.
+_COPIES = {ATEN.clone.default, ATEN.contiguous.default}
+
+
+def reinplace_cache_writes(module: fx.GraphModule) -> int:
+    """Replace functional writes to mutated inputs by writes in place, and return how many final copies went away.
+
+    A write is replaced where nobody reads the old value after it.
+    """
+    removed = 0
+    graph = module.graph
+    for copy in graph.find_nodes(op="call_function", target=ATEN.copy_.default):
+        flow = Dataflow(graph)
+        target, source = copy.args[0], copy.args[1]
+        writes = _write_chain(source, target)
+        if writes is None or not all(_old_value_is_dead(flow, write) for write in writes):
+            continue
+        for write in writes:
+            _write_in_place(graph, write)
+        graph.erase_node(copy)
+        removed += 1
+    module.recompile()
+    return removed
+
+
+def _write_chain(node: fx.Node, target: fx.Node) -> list[fx.Node] | None:
+    """The writes between an input and its final value, or None where something else happens to it."""
+    writes: list[fx.Node] = []
+    while node is not target:
+        if node.target in _IN_PLACE or node.target in _OF_A_PART:
+            writes.append(node)
+        elif not is_view(node) or node.target in _COPIES:
+            return None
+        if not isinstance(node.args[0], fx.Node):
+            return None
+        node = node.args[0]
+    return writes[::-1]
+
+
+def _old_value_is_dead(flow: Dataflow, write: fx.Node) -> bool:
+    aliases = _aliases(flow, write.args[0])  # type: ignore[arg-type]
+    here = flow.position[write]
+    return all(
+        flow.position[user] <= here or user in aliases or user.target is ATEN.copy_.default
+        for alias in aliases
+        for user in alias.users
+    )
+
+
+def _aliases(flow: Dataflow, node: fx.Node) -> set[fx.Node]:
+    """Everything that shares memory with `node` by views, up to the write or input that made it."""
+    while is_view(node) and node.target not in _COPIES and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    aliases, todo = set[fx.Node](), [node]
+    while todo:
+        alias = todo.pop()
+        aliases.add(alias)
+        todo += [u for u in flow.users[alias] if is_view(u) and u.target not in _COPIES and u not in aliases]
+    return aliases
+
+
+def _write_in_place(graph: fx.Graph, write: fx.Node) -> None:
+    if write.target in _IN_PLACE:
+        write.target = _IN_PLACE[write.target]  # type: ignore[index]
+        return
+    destination, source, *where = write.args
+    with graph.inserting_before(write):
+        part = graph.call_function(_OF_A_PART[write.target], (destination, *where))  # type: ignore[index]
+        graph.call_function(ATEN.copy_.default, (part, source))
+    write.replace_all_uses_with(destination)  # type: ignore[arg-type]
+    graph.erase_node(write)
