@@ -36,7 +36,6 @@ struct AttentionCall {
 constexpr int64_t KEYS = 2 * ROW_BLOCK;    // gathered rows of 576 floats stay in the second-level cache
 constexpr int64_t DEPTH_STEP = 192;        // a panel of this depth stays in the first-level cache
 constexpr int64_t HEAD_TILE = 4;           // divides every LANES
-constexpr int MIX_VECS = LANES == 16 ? 4 : 3;
 
 // Sizes that follow from a call, in elements or numbers.
 template <class Dot> struct Shape {
@@ -181,7 +180,7 @@ template <class Dot> void Block<Dot>::weigh(const Shape<Dot>& s, int64_t n, Part
 
 // output[h][d] = output[h][d] * decay[h] + sum_j weight[j][h] * value[j][d], for HEAD_TILE heads and VECS vectors.
 template <class Dot, int VECS>
-K31_INLINE void mix_tile(const char* weights, int64_t head_lanes, const char* values, int64_t value_stride, int64_t depth,
+void mix_tile(const char* weights, int64_t head_lanes, const char* values, int64_t value_stride, int64_t depth,
                          const float* decay, float* output, int64_t output_stride) {
     Floats sum[HEAD_TILE][VECS];
     for (int h = 0; h < HEAD_TILE; h++)
@@ -212,9 +211,8 @@ template <class Dot> void Block<Dot>::mix(const Shape<Dot>& s, int64_t n, Partia
                                                : reinterpret_cast<const char*>(weights);
     const int64_t vectors = s.value_lanes / LANES;
     for (int64_t d = 0; d < vectors;) {
-        const int64_t left = vectors - d;
-        const int width = left >= MIX_VECS ? MIX_VECS : left >= 2 ? 2 : 1;
-        const auto tile = width == MIX_VECS ? mix_tile<Dot, MIX_VECS> : width == 2 ? mix_tile<Dot, 2> : mix_tile<Dot, 1>;
+        const int width = panel_width(vectors - d);
+        const auto tile = width == 1 ? mix_tile<Dot, 1> : width == 2 ? mix_tile<Dot, 2> : mix_tile<Dot, WIDEST>;
         for (int64_t h = 0; h < s.heads; h += HEAD_TILE)
             tile(weight + h * 4, s.head_lanes, from + d * LANES * 4, stride, depth, decay + h,
                  state.output + h * s.value_lanes + d * LANES, s.value_lanes);
