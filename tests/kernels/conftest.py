@@ -8,7 +8,7 @@ from k31compile.kernels.cpu import loader
 from k31compile.kernels.cpu.lightning_indexer import indexer_provider
 from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
 
-IMPLEMENTATIONS = ("cpu-fast", "cpu-portable", "cpu-pairs", "reference")
+IMPLEMENTATIONS = ("cpu-fast", "cpu-portable", "cpu-wide", "reference")
 
 
 def _pick(name, reference, make):

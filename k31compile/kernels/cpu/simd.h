@@ -1,23 +1,28 @@
 // Vectors of LANES 32-bit elements, written with GCC/Clang vector extensions: one source for AVX-512, AVX2 and
-// plain SSE or NEON. K31_PORTABLE forces the narrowest, K31_PAIRS the bf16-pair arithmetic without its instruction.
+// plain SSE or NEON. A vector wider than the machine's is legal (the compiler splits it), so K31_LANES lets any
+// machine run the code of any other; K31_PAIRS does the same for the bf16-pair arithmetic.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512BF16__) && !defined(K31_PORTABLE)
+
+#if !defined(K31_LANES)
+#if defined(__AVX512F__)
+#define K31_LANES 16
+#elif defined(__AVX2__)
+#define K31_LANES 8
+#else
+#define K31_LANES 4
+#endif
+#endif
+
+#if defined(__AVX512BF16__) && K31_LANES == 16
+#define K31_PAIR_INSTRUCTION
 #include <immintrin.h>
 #endif
 
 namespace k31 {
 
-#if defined(K31_PORTABLE)
-constexpr int LANES = 4;
-#elif defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
+constexpr int LANES = K31_LANES;
 
 #define K31_EXPORT extern "C" __attribute__((visibility("default")))
 #define K31_INLINE inline __attribute__((always_inline))
@@ -49,8 +54,8 @@ template <class To, class From> K31_INLINE To bits(From from) {
 }
 
 // Compilers like to repeat a load at every use; where a tile is bound by its loads this keeps the value in a register.
-#if defined(__x86_64__)
-#define K31_KEEP(vector) asm("" : "+x"(vector))
+#if (defined(__AVX512F__) && K31_LANES == 16) || (defined(__AVX2__) && K31_LANES == 8)
+#define K31_KEEP(vector) asm("" : "+v"(vector))
 #else
 #define K31_KEEP(vector) (void)(vector)
 #endif

@@ -23,7 +23,7 @@ struct PairDot {
     using Element = uint32_t;
     static constexpr int PER_ELEMENT = 2;
     static K31_INLINE Floats step(Floats sum, Element row, Words panel) {
-#if defined(__AVX512BF16__) && !defined(K31_PORTABLE)
+#if defined(K31_PAIR_INSTRUCTION)
         return bits<Floats>(_mm512_dpbf16_ps(bits<__m512>(sum), bits<__m512bh>(_mm512_set1_epi32(int(row))),
                                              bits<__m512bh>(panel)));
 #else
@@ -36,7 +36,7 @@ struct PairDot {
     }
 };
 
-#if defined(K31_PAIRS) || (defined(__AVX512BF16__) && !defined(K31_PORTABLE))
+#if defined(K31_PAIRS) || defined(K31_PAIR_INSTRUCTION)
 constexpr bool PAIRS = true;
 #else
 constexpr bool PAIRS = false;
