@@ -8,7 +8,6 @@ from torch import Tensor
 from k31compile.model.caches import Caches
 from k31compile.model.config import K31Config
 from k31compile.model.errors import ModelError
-from k31compile.model.k31 import K31ForCausalLM
 
 Forward = Callable[..., Tensor]
 
@@ -100,8 +99,7 @@ def _allocate(model: Forward, config: K31Config | None, batch_size: int, max_tok
     config = config if config is not None else getattr(model, "config", None)
     if config is None:
         raise ModelError("generate() cannot tell the sizes of this callable: pass config=... or caches=...")
-    weight = model.lm_head.weight if isinstance(model, K31ForCausalLM) else getattr(model, "lm_head", None)
-    weight = getattr(weight, "weight", weight)
+    weight = getattr(getattr(model, "lm_head", None), "weight", None)
     if isinstance(weight, Tensor):
         return Caches.allocate(config, batch_size, max_tokens, dtype=weight.dtype, device=weight.device)
     return Caches.allocate(config, batch_size, max_tokens)

@@ -73,3 +73,34 @@ def test_pool_rows_are_the_transposed_state(odd):
     u = torch.sigmoid(layer.b_proj(x)).unsqueeze(-1) * v
     expected = u[:, 0].unsqueeze(-1) * k[:, 0].unsqueeze(-2)
     torch.testing.assert_close(cache.state[1:], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_layer_by_its_formulas(odd):
+    layer, x = layer_of(odd), inputs(odd, 12)
+    heads, key_dim, value_dim = 3, 10, 14
+    past = torch.zeros(3, odd.conv_channels, dtype=torch.float64)
+    out, cache = attend(layer, odd, x)
+    for b in range(2):
+        inner = torch.cat([past, x[b] @ layer.qkv_proj.weight.T])
+        conv = sum(inner[i : i + 12] * layer.conv.weight[:, 0, i] for i in range(4))
+        conv = conv / (1 + torch.exp(-conv))
+        decays = -5 * torch.sigmoid(
+            layer.A_log.exp()[:, None]
+            * ((x[b] @ layer.f_a_proj.weight.T @ layer.f_b_proj.weight.T).view(12, heads, key_dim) + layer.dt_bias)
+        )
+        beta = torch.sigmoid(x[b] @ layer.b_proj.weight.T)
+        gate = torch.sigmoid(x[b] @ layer.g_proj.weight.T).view(12, heads, value_dim)
+        mixed = torch.empty(12, heads, value_dim, dtype=torch.float64)
+        for h in range(heads):
+            state = torch.zeros(key_dim, value_dim, dtype=torch.float64)
+            for t in range(12):
+                q, k = (conv[t, s * 30 + h * 10 : s * 30 + (h + 1) * 10] for s in (0, 1))
+                v = conv[t, 60 + h * 14 : 60 + (h + 1) * 14]
+                q, k = q / (q @ q + 1e-6).sqrt() / key_dim**0.5, k / (k @ k + 1e-6).sqrt()
+                state = decays[t, h].exp()[:, None] * state
+                state = state + torch.outer(k, beta[t, h] * (v - state.T @ k))
+                mixed[t, h] = state.T @ q
+            torch.testing.assert_close(cache.state[b + 1, h], state.T, rtol=1e-10, atol=1e-12)
+        normed = mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+        expected = (normed * gate).reshape(12, -1) @ layer.o_proj.weight.T
+        torch.testing.assert_close(out[b], expected, rtol=1e-9, atol=1e-12)

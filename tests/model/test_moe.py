@@ -52,6 +52,13 @@ def test_bias_chooses_but_does_not_weigh(odd):
     torch.testing.assert_close(weights, raw / raw.sum(-1, keepdim=True), rtol=1e-12, atol=0)
 
 
+def test_scores_that_underflow_give_zero_weights(odd):
+    router, x = filled(Router(odd)), tokens_of(odd.hidden_size)
+    router.weight.copy_(-1e5 * x[:1].expand(8, -1))
+    _, weights = router(x[:1])
+    assert (weights == 0).all()
+
+
 @pytest.mark.parametrize("form", ["gather", "dense", "auto"])
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 13])
 def test_experts_by_hand_with_some_idle(odd, form, count):
