@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from typing import Any, TypeVar
 
 import networkx as nx
 import torch
@@ -27,6 +28,7 @@ _SHAPE_ONLY = {
 }
 
 _SINK = object()
+Remembered = TypeVar("Remembered")
 
 
 def data_inputs(node: fx.Node) -> list[fx.Node]:
@@ -59,6 +61,13 @@ class Dataflow:
             for source in inputs:
                 self.users[source].append(node)
         self.constants = self._find_constants()
+        self._remembered: dict[str, Any] = {}
+
+    def remember(self, name: str, compute: Callable[[], Remembered]) -> Remembered:
+        """The value of `compute`, computed once for this index."""
+        if name not in self._remembered:
+            self._remembered[name] = compute()
+        return self._remembered[name]  # type: ignore[no-any-return]
 
     def _find_constants(self) -> set[fx.Node]:
         """Nodes that depend on no tensor of the caller: free in every cut, recomputed in every confirmation."""

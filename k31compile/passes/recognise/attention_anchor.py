@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from k31compile.graph.cuts import same_size_base
+from k31compile.graph.cuts import is_view, same_size_base
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, is_integer, is_tensor, shape_of
 from k31compile.passes.recognise.contractions import is_contraction, nearest_contractions, operands
+from k31compile.passes.recognise.operands import is_parameter
 
 SDPA = ATEN.scaled_dot_product_attention.default
 _SOFTMAXES = {ATEN.softmax.int, ATEN._softmax.default, ATEN.exp.default, SDPA}
@@ -54,8 +55,12 @@ def is_indexer(node: fx.Node) -> bool:
     return str(node.target) == "k31.lightning_indexer.default"
 
 
-def attentions(flow: Dataflow) -> Iterator[Attention]:
+def attentions_of(flow: Dataflow) -> list[Attention]:
     """Every softmax with indices close above it, in the order of the graph."""
+    return flow.remember("attentions", lambda: list(_attentions(flow)))
+
+
+def _attentions(flow: Dataflow) -> Iterator[Attention]:
     for node in flow.nodes:
         if node.target in _SOFTMAXES and node not in flow.constants:
             indices = _indices_above(flow, node)
@@ -65,7 +70,8 @@ def attentions(flow: Dataflow) -> Iterator[Attention]:
 
 
 def _indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
-    """The nearest index tensor above the softmax, breadth first."""
+    """The nearest index tensor above the softmax, breadth first; an input of the graph only where nothing selects."""
+    given: fx.Node | None = None
     seen: set[fx.Node] = set()
     front = [softmax]
     while front and len(seen) < 4 * _FAR:
@@ -75,21 +81,41 @@ def _indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
                 if source in seen or source in flow.constants:
                     continue
                 seen.add(source)
-                if _may_be_indices(flow, source):
-                    return source if len(flow.between([source], [softmax])) <= _FAR else None
+                if _selects(source):
+                    return source if _is_near(flow, source, softmax) else None
+                if given is None and _is_given(flow, source):
+                    given = source
                 following.append(source)
         front = following
-    return None
+    return given if given is not None and _is_near(flow, given, softmax) else None
 
 
-def _may_be_indices(flow: Dataflow, node: fx.Node) -> bool:
+def _is_near(flow: Dataflow, indices: fx.Node, softmax: fx.Node) -> bool:
+    """Whether only a mask or a gather lies between: a router's indices reach the next softmax through projections."""
+    between = flow.between([indices], [softmax])
+    if len(between) > _FAR:
+        return False
+    projections = [n for n in between if is_contraction(n) and any(is_parameter(o) for o in operands(n))]
+    return all(any(_is_gathered(o) for o in operands(n)) for n in projections)
+
+
+def _is_gathered(node: fx.Node) -> bool:
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.target in _READS_BY_INDEX and isinstance(node.args[0], fx.Node) and not is_parameter(node.args[0])
+
+
+def _selects(node: fx.Node) -> bool:
     if is_indexer(node) or node.target in _ARGSORTS:
         return True
-    if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
-        return node.args[0].target in _SORTS and node.args[1] == 1
-    if node.op == "placeholder" and is_integer(node) and len(shape_of(node)) >= 2 and shape_of(node)[-1] > 1:
-        return any(_reads_by_index(flow, node, depth=6))
-    return False
+    is_item = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
+    return is_item and node.args[0].target in _SORTS and node.args[1] == 1  # type: ignore[union-attr]
+
+
+def _is_given(flow: Dataflow, node: fx.Node) -> bool:
+    """Whether an integer input of the graph is read as indices: a graph break may lie before the attention."""
+    is_wide = node.op == "placeholder" and is_integer(node) and len(shape_of(node)) >= 2 and shape_of(node)[-1] > 1
+    return is_wide and any(_reads_by_index(flow, node, depth=6))
 
 
 def _reads_by_index(flow: Dataflow, node: fx.Node, depth: int) -> Iterator[bool]:

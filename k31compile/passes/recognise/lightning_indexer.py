@@ -3,8 +3,8 @@
     score[b, t, s] = sum_h w[b, t, h] relu(q[b, t, h] . k[b, s]),  hidden keys -inf,  then top-k over s
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -68,6 +68,7 @@ class LightningIndexerRecogniser(Recogniser):
             )
         weights = weight_operands(flow)
 
+        @functools.cache
         def eligible(node: fx.Node) -> bool:
             if is_integer(node):
                 return numel_of(node) <= numel_of(selection.scores)
@@ -76,11 +77,11 @@ class LightningIndexerRecogniser(Recogniser):
 
         for depth in (1, 2, 3):
             dots = contractions_at_depth(flow, selection.scores, depth)
+            # What has a weight is a projection of q, k or w: it makes an operand and is never inside.
+            dots = {node for node in dots if not weights.intersection(operands(node))}
             if not dots:
                 return
             core = flow.between(dots, [selection.scores]) | {selection.scores}
-            if any(node in weights or node.op == "placeholder" for node in core):
-                return
             yield Demand((selection.scores, selection.final), frozenset(core), eligible)
 
     def _roles(self, selection: Selection) -> Iterator[tuple[str, dict[str, int]]]:
@@ -131,14 +132,12 @@ class LightningIndexerRecogniser(Recogniser):
                 )
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
-        """A contraction of two activations, as wide as the scores, close above the selection: no router has one."""
+        """Nothing but activations is contracted in the last step above the selection: a router has a weight there."""
         selection = selection_of(flow, anchor)
         assert selection is not None
         weights = weight_operands(flow)
-        near = {node for depth in (1, 2) for node in contractions_at_depth(flow, selection.scores, depth)}
-        return any(
-            numel_of(node) >= numel_of(selection.scores) and not weights.intersection(operands(node)) for node in near
-        )
+        near = contractions_at_depth(flow, selection.scores, 1)
+        return bool(near) and not any(weights.intersection(operands(node)) for node in near)
 
     def hint(self, reason: str) -> str:
         """What to change."""
@@ -176,14 +175,6 @@ def _paged_key(pages: fx.Node, table: fx.Node, known: Mapping[str, int], width: 
         return None
     fits = columns[0] == known["b"] and columns[1] * shape[1] == known["s"]
     return Paged(pages, table) if fits else None
-
-
-@dataclass
-class _Learned:
-    """What the runs taught: how the author marks empty slots, and which keys a row sees."""
-
-    visibility: Visibility
-    tail: str
 
 
 class IndexerReading(Reading):

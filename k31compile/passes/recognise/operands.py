@@ -151,11 +151,14 @@ def is_parameter(node: fx.Node) -> bool:
 
 def weight_operands(flow: Dataflow) -> set[fx.Node]:
     """Nodes that are no leaf of an operator on activations: parameters, and what `linear` takes as its weight."""
-    found = {node for node in flow.nodes if is_float(node) and is_parameter(node)}
-    for node in flow.nodes:
-        if node.target is ATEN.linear.default and isinstance(node.args[1], fx.Node):
-            found.add(node.args[1])
-    return found
+
+
+    def find() -> set[fx.Node]:
+        found = {node for node in flow.nodes if is_float(node) and is_parameter(node)}
+        linears = [node for node in flow.nodes if node.target is ATEN.linear.default]
+        return found | {node.args[1] for node in linears if isinstance(node.args[1], fx.Node)}
+
+    return flow.remember("weight operands", find)
 
 
 def spread(shape: Sequence[int], generator: torch.Generator, decades: float, dims: int) -> torch.Tensor:

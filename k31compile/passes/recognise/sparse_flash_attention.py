@@ -3,6 +3,7 @@
     o[t, h] = sum_j softmax_j(scale * q[t, h] . k[idx[t, j]]) v[idx[t, j]],  over keys chosen and visible (spec 2.9)
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_error
-from k31compile.graph.dataflow import Dataflow
+from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import (
@@ -25,7 +26,7 @@ from k31compile.graph.sizes import (
     symbols_of,
     value_of,
 )
-from k31compile.passes.recognise.attention_anchor import Attention, attentions
+from k31compile.passes.recognise.attention_anchor import Attention, attentions_of
 from k31compile.passes.recognise.attention_forms import Form, forms
 from k31compile.passes.recognise.attention_samples import Producer, index_rows, producers_of
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
@@ -41,6 +42,10 @@ from k31compile.passes.recognise.operands import (
 from k31compile.passes.recognise.visibility import Visibility, hypotheses, sample_counts
 
 
+_TIMES = {ATEN.mul.Tensor, ATEN.mul.Scalar}
+_FACTORS = {*_TIMES, ATEN.div.Tensor, ATEN.div.Scalar}
+
+
 class SparseFlashAttentionRecogniser(Recogniser):
     """Anchored on a softmax (or exp, or scaled_dot_product_attention) that an index tensor reaches."""
 
@@ -48,10 +53,10 @@ class SparseFlashAttentionRecogniser(Recogniser):
 
     def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
         """The softmaxes; an `exp` inside a softmax by hand is one."""
-        return [found.softmax for found in attentions(flow)]
+        return [found.softmax for found in attentions_of(flow)]
 
     def _attention(self, flow: Dataflow, anchor: fx.Node) -> Attention:
-        return next(found for found in attentions(flow) if found.softmax is anchor)
+        return next(found for found in attentions_of(flow) if found.softmax is anchor)
 
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
         """Native first, the projections from the latent inside; then as it stands."""
@@ -74,6 +79,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
     def _eligible(self, found: Attention, weights: set[fx.Node]) -> Callable[[fx.Node], bool]:
         batch, rows = self._rows(found)
 
+        @functools.cache
         def eligible(node: fx.Node) -> bool:
             if is_integer(node):
                 return True
@@ -141,8 +147,8 @@ class SparseFlashAttentionRecogniser(Recogniser):
                 raise Mismatch(f"the attention weights are also read by {reader.name}: a fused attention has none")
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
-        """Indices reach the softmax through a mask or a gather."""
-        return True
+        """Something in this graph selected the indices; an integer input may as well be a block table."""
+        return self._attention(flow, anchor).indices.op != "placeholder"
 
     def hint(self, reason: str) -> str:
         """What to change."""
@@ -202,7 +208,8 @@ class AttentionReading(Reading):
         self._letters = {x: indices.size(x, index_shape) for x in "btk"}
         self._letters["s"] = form.key.operand.size("s", self._sizes)
         self._letters["h"] = form.queries[0].size("h", self._sizes)
-        self._candidates: list[tuple[Visibility, float]] | None = None
+        self._candidates: list[tuple[Visibility, float]] = []
+        self._seen: list[tuple[Mapping[fx.Node, torch.Tensor], torch.Tensor]] = []
         self.learned: dict[str, Any] = {}
 
     def _choose_substitution(self) -> Substitution:
@@ -257,41 +264,67 @@ class AttentionReading(Reading):
 
     def judge(self, sample: Mapping[fx.Node, torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
         """Equal to the operator for one scale and one rule of visibility, on every row that sees a chosen key."""
-        b, t, s = (self._letters[x] for x in "bts")
         got = self.output_layout.canonical(outputs[0]).to(torch.float64)
-        if self._candidates is None:
-            self._candidates = list(itertools.product(self._visibilities(b, t), self._scales()))
-        kept: list[tuple[Visibility, float]] = []
-        errors: list[float] = []
-        indices = self._indices(sample)
-        for visibility, scale in self._candidates:
-            seen = visibility.visible(sample, b, t, s)
-            live = ((indices[:, :, 0] >= 0) & (indices[:, :, 0] < seen[..., None])).any(-1)
-            expected = self._attend(sample, visibility, scale)
-            error = relative_error(got[live], expected[live]) if bool(live.any()) else 0.0
-            if math.isfinite(error) and error < TOLERANCE:
-                kept.append((visibility, scale))
-                errors.append(error)
-        if not kept:
-            raise Mismatch("it is not a softmax over the selected and visible keys")
-        self._candidates = kept
-        self.learned = {"visibility": kept[0][0], "scale": kept[0][1]}
-        return errors[0]
+        self._seen.append((sample, got))
+        if not self._candidates:
+            self._candidates = list(itertools.product(self._visibilities(sample), self._scales()))
+        while self._candidates:
+            errors = [self._error(*seen, *self._candidates[0]) for seen in reversed(self._seen)]
+            if max(errors) < TOLERANCE:
+                self.learned = dict(zip(("visibility", "scale"), self._candidates[0], strict=True))
+                return max(errors)
+            self._drop_equal_candidates(sample)
+        raise Mismatch("it is not a softmax over the selected and visible keys")
 
-    def _visibilities(self, batch: int, rows: int) -> list[Visibility]:
-        found = hypotheses(self.counts, batch, rows)
-        return [*found, Visibility(None, 0, 0, everything=True)] if self.counts else found
+    def _error(
+        self, sample: Mapping[fx.Node, torch.Tensor], got: torch.Tensor, visibility: Visibility, scale: float
+    ) -> float:
+        indices = self._indices(sample)[:, :, 0]
+        seen = self._visible(sample, visibility)
+        live = ((indices >= 0) & (indices < seen[..., None])).any(-1)
+        if not bool(live.any()):
+            return 0.0
+        error = relative_error(got[live], self._attend(sample, visibility, scale)[live])
+        return error if math.isfinite(error) else math.inf
+
+    def _visible(self, sample: Mapping[fx.Node, torch.Tensor], visibility: Visibility) -> torch.Tensor:
+        b, t, s = (self._letters[x] for x in "bts")
+        return visibility.visible(sample, b, t, s)
+
+    def _drop_equal_candidates(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
+        """Drop the first candidate; on the first sample also those that say the same of every row."""
+        visibility, scale = self._candidates[0]
+        seen = self._visible(sample, visibility)
+        only = len(self._seen) == 1
+        self._candidates = [
+            other
+            for other in self._candidates[1:]
+            if not (only and other[1] == scale and torch.equal(seen, self._visible(sample, other[0])))
+        ]
+
+    def _visibilities(self, sample: Mapping[fx.Node, torch.Tensor]) -> list[Visibility]:
+        """All hypotheses, those first that agree with what the producer of the indices saw."""
+        b, t, s = (self._letters[x] for x in "bts")
+        found = hypotheses(self.counts, b, t)
+        if self.counts:
+            found.append(Visibility(None, 0, 0, everything=True))
+        produced = self.producer.visible(sample, (b, t, s), torch.Generator().manual_seed(0))
+        if produced is None or self.producer.lengths is None:
+            return found
+        return sorted(found, key=lambda form: not torch.equal(form.visible(sample, b, t, s), produced))
 
     def _scales(self) -> list[float]:
-        """The constants that the author multiplies or divides by, what they make together, and the defaults."""
-        constants = {1.0}
-        for node in self.region.nodes:
-            for argument in (*node.args, *node.kwargs.values()):
-                if isinstance(argument, float) and 1e-6 < abs(argument) < 1e3:
-                    constants |= {argument, 1.0 / argument}
+        """The default, the constants that the author multiplies or divides by, none, and all of them together."""
         width = sum(query.size("d", self._sizes) for query in self.form.queries)
-        products = {a * b for a in constants for b in constants} if len(constants) <= 6 else constants
-        return sorted({width**-0.5, *products, *constants}, key=lambda x: (abs(x - width**-0.5), x))
+        factors: list[float] = []
+        for node in self.region.nodes:
+            constant = next((a for a in node.args[1:2] if isinstance(a, float)), None)
+            if constant is not None and node.target in _FACTORS and 1e-6 < abs(constant) < 1e6:
+                factors.append(constant if node.target in _TIMES else 1.0 / constant)
+            given = node.kwargs.get("scale")
+            if isinstance(given, float):
+                factors.append(given)
+        return list(dict.fromkeys([*factors, width**-0.5, 1.0, math.prod(factors)]))
 
     def _indices(self, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
         indices = values[self.found.indices]
