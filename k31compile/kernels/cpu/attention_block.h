@@ -34,7 +34,6 @@ struct AttentionCall {
 };
 
 constexpr int64_t KEYS = 2 * ROW_BLOCK;    // gathered rows of 576 floats stay in the second-level cache
-constexpr int64_t DEPTH_STEP = 192;        // a panel of this depth stays in the first-level cache
 constexpr int64_t HEAD_TILE = 4;           // divides every LANES
 
 // Sizes that follow from a call, in elements or numbers.
@@ -118,24 +117,16 @@ void Block<Dot>::gather(const AttentionCall& call, const Shape<Dot>& s, const Re
     }
 }
 
-// logits[j][h] = scale * key_j . query_h
+// logits[j][h] = scale * key_j . query_h, for VECS head vectors.
 template <class Dot, int VECS>
 void score_heads(const char* const* rows, int64_t n, int64_t depth, const typename Dot::Element* panel, float scale,
                  float* logits, int64_t stride) {
     constexpr int ROWS = TILE_ROWS<VECS>;
-    for (int64_t from = 0; from < depth; from += DEPTH_STEP) {
-        const int64_t step = std::min(DEPTH_STEP, depth - from);
-        const float factor = from + step == depth ? scale : 1.0f;
-        for (int64_t j = 0; j < n; j += ROWS) {
-            Floats sum[ROWS][VECS] = {};
-            float* out = logits + j * stride;
-            if (from)
-                for (int m = 0; m < ROWS; m++)
-                    for (int v = 0; v < VECS; v++) sum[m][v] = load<Floats>(out + m * stride + v * LANES);
-            dot_tile<Dot, ROWS, VECS>(rows + j, from, step, panel + from * VECS * LANES, sum);
-            for (int m = 0; m < ROWS; m++)
-                for (int v = 0; v < VECS; v++) store(out + m * stride + v * LANES, sum[m][v] * factor);
-        }
+    for (int64_t j = 0; j < n; j += ROWS) {
+        Floats dots[ROWS][VECS] = {};
+        dot_tile<Dot, ROWS, VECS>(rows + j, depth, panel, dots);
+        for (int m = 0; m < ROWS; m++)
+            for (int v = 0; v < VECS; v++) store(logits + (j + m) * stride + v * LANES, dots[m][v] * scale);
     }
 }
 

@@ -79,7 +79,7 @@ void score_panel(KeyBlock& block, int64_t keys, int64_t depth, const typename Do
     constexpr int ROWS = TILE_ROWS<VECS>;
     for (int64_t r = 0; r < keys; r += ROWS) {
         Floats dots[ROWS][VECS] = {};
-        dot_tile<Dot, ROWS, VECS>(block.rows + r, 0, depth, panel, dots);
+        dot_tile<Dot, ROWS, VECS>(block.rows + r, depth, panel, dots);
         for (int m = 0; m < ROWS; m++) {
             Floats sum = first ? Floats{} : block.sums[r + m];
             for (int v = 0; v < VECS; v++) {

@@ -14,7 +14,7 @@ K31_INLINE uint32_t rank_of(float x) {
     return word & 0x80000000u ? ~word : word | 0x80000000u;
 }
 
-constexpr int DIGIT_BITS = 11;
+constexpr int DIGIT_BITS = 8;
 constexpr int DIGITS = 1 << DIGIT_BITS;
 constexpr int COUNTERS = 4;  // neighbours often fall into one bucket: separate tables keep the additions apart
 
@@ -35,20 +35,17 @@ inline void count_digits(const uint32_t* ranks, int64_t n, uint32_t prefix, uint
         for (int d = 0; d < DIGITS; d++) counts[d] += counts[c * DIGITS + d];
 }
 
-// The k-th largest rank of n > k > 0, by its digits from the top (11 + 11 + 10 bits).
+// The k-th largest rank of n > k > 0, found digit by digit from the top.
 inline Threshold find_threshold(const uint32_t* ranks, int64_t n, int64_t k, uint32_t* counts) {
     uint32_t prefix = 0, mask = 0;
     int64_t needed = k;
-    for (int shift : {21, 10, 0}) {
-        const uint32_t digits = shift ? DIGITS - 1 : (1u << 10) - 1;
+    for (int shift = 32 - DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
         count_digits(ranks, n, prefix, mask, shift, counts);
-        // The last digit has one bit less than its field; that bit belongs to the prefix and is the same in all.
-        const uint32_t high = shift ? 0 : prefix & (1u << 10);
-        int64_t digit = digits;
-        for (; needed > counts[high | uint32_t(digit)]; digit--) needed -= counts[high | uint32_t(digit)];
-        prefix |= uint32_t(digit) << shift;
-        mask |= digits << shift;
-        if (needed == counts[high | uint32_t(digit)] && shift) return {prefix, INT64_MAX};  // the bucket is taken whole
+        uint32_t digit = DIGITS - 1;
+        for (; needed > counts[digit]; digit--) needed -= counts[digit];
+        prefix |= digit << shift;
+        mask |= uint32_t(DIGITS - 1) << shift;
+        if (needed == counts[digit]) return {prefix, INT64_MAX};  // the bucket is taken whole
     }
     return {prefix, needed};
 }

@@ -50,16 +50,16 @@ constexpr int ROW_BLOCK = 24;  // a multiple of every TILE_ROWS
 // How many vectors the next panel takes when `left` vectors of columns remain.
 K31_INLINE int panel_width(int64_t left) { return left >= WIDEST ? WIDEST : left >= 2 ? 2 : 1; }
 
-// sum[m][v] += rows[m][from .. from + depth] . panel[depth][v]; the panel is [depth][VECS][LANES] elements.
+// sums[m][v] += rows[m][depth] . panel[depth][v]; the panel is [depth][VECS][LANES] elements.
 // Not inlined: next to a caller's own values the accumulators would no longer fit the registers.
 template <class Dot, int ROWS, int VECS>
-__attribute__((noinline)) void dot_tile(const char* const* rows, int64_t from, int64_t depth,
-                                        const typename Dot::Element* panel, Floats (&sums)[ROWS][VECS]) {
+__attribute__((noinline)) void dot_tile(const char* const* rows, int64_t depth, const typename Dot::Element* panel,
+                                        Floats (&sums)[ROWS][VECS]) {
     const char* row[ROWS];
     Floats sum[ROWS][VECS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) {
-        row[m] = rows[m] + from * 4;
+        row[m] = rows[m];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) sum[m][v] = sums[m][v];
     }

@@ -1,0 +1,70 @@
+"""No implementation on the CPU builds the large tensors that the plain form builds."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from k31compile.kernels.cpu import loader
+
+ROOT = Path(__file__).parents[2]
+MEASURE = """
+import sys, torch, k31compile.kernels
+from pathlib import Path
+
+def kilobytes(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+def indexer(rows):
+    tensors = torch.randn(1, rows, 16, 32), torch.randn(1, rows, 1, 32), torch.randn(1, rows, 16)
+    return lambda: torch.ops.k31.lightning_indexer(*tensors, sparse_count=64)
+
+def attention(rows):
+    query, cache = torch.randn(1, rows, 4, 576), torch.randn(1, 2048, 1, 576)
+    index = torch.randint(0, 2048, (1, rows, 1, 512), dtype=torch.int32)
+    return lambda: torch.ops.k31.sparse_flash_attention(
+        query[..., :512], cache[..., :512], cache[..., :512], index, 0.1,
+        query_rope=query[..., 512:], key_rope=cache[..., 512:], sparse_mode=0,
+    )
+
+torch.set_num_threads(2)
+make, rows = {"indexer": indexer, "attention": attention}[sys.argv[1]], int(sys.argv[2])
+make(8)()
+call = make(rows)
+Path("/proc/self/clear_refs").write_text("5")
+before = kilobytes("VmRSS")
+result = call()
+print((kilobytes("VmHWM") - before) * 1024 - result.nbytes)
+"""
+
+
+def extra_bytes(operator, rows, **variables):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, "-c", MEASURE, operator, str(rows)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    if "clear_refs" in run.stderr:
+        pytest.skip("this system does not count a process's peak")
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout)
+
+
+@pytest.mark.parametrize(
+    ("operator", "rows", "plain"),
+    [("indexer", 2048, 2048 * 2048 * 16 * 4), ("attention", 128, 128 * 512 * 576 * 4)],
+)
+def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
+    usable, why = loader.available()
+    if not usable:
+        pytest.skip(why)
+    assert extra_bytes(operator, rows) < 4 << 20 < plain / 16
+
+
+@pytest.mark.parametrize(
+    ("operator", "rows", "plain"),
+    [("indexer", 2048, 2048 * 2048 * 16 * 4), ("attention", 512, 512 * 512 * 576 * 4)],
+)
+def test_references_work_in_blocks(operator, rows, plain):
+    assert extra_bytes(operator, rows, K31_CPU_KERNELS="0") < plain / 2
