@@ -128,12 +128,11 @@ def _hand_over(
     report.notes.append(why)
     if options.codegen == "ops":
         return module.forward
-    return compile_fx(module, list(example_inputs))  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(module, list(example_inputs))
+    return compiled  # type: ignore[no-any-return]
 
 
-def _rewrite(
-    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
-) -> fx.GraphModule:
+def _rewrite(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> fx.GraphModule:
     start = time.perf_counter()
     traced = trace_functional(module, example_inputs)
     middle = time.perf_counter()

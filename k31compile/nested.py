@@ -47,7 +47,7 @@ class _Recorder(fx.Interpreter):
         if target is not _CALL:
             return super().call_function(target, args, kwargs)
         body, _, *operands = args
-        name = next(n for n, child in self.module.named_children() if child is body)  # type: ignore[union-attr]
+        name = next(n for n, child in self.module.named_children() if child is body)
         self.operands.setdefault(name, operands)
         return fx.Interpreter(body).run(*operands)
 
@@ -75,7 +75,9 @@ def marked(kinds: Sequence[type[nn.Module]], forwards: dict[type[nn.Module], Any
     plain = {kind: kind.__dict__.get("forward") for kind in kinds}
     for kind in kinds:
         if kind not in forwards:
-            forwards[kind] = torch.compiler.nested_compile_region(kind.forward)
+            # The limit of eight bodies is for models that compile anew at every call; layers that read
+            # pool[self.index] are as many bodies as there are layers, and no more.
+            forwards[kind] = torch.compiler.nested_compile_region(kind.forward, max_reuse_entries=1024)
         kind.forward = forwards[kind]
     try:
         yield

@@ -1,1 +1,1 @@
-"""What a graph is here: its trace, its data flow, the cuts that find a region, the runs that confirm it, the rewrite."""
+"""What a graph is here: trace, data flow, the cuts that find a region, the runs that confirm it, the rewrite."""

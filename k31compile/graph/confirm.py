@@ -149,7 +149,9 @@ def _confirm_one(reading: Reading) -> Confirmation:
         except Mismatch as mismatch:
             raise Mismatch(str(mismatch.args[0]), trial) from None
         except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
-            raise Mismatch(f"it cannot be run on samples: {type(error).__name__}: {first_line(error)}", trial) from error
+            raise Mismatch(
+                f"it cannot be run on samples: {type(error).__name__}: {first_line(error)}", trial
+            ) from error
     return Confirmation(reading.name, SAMPLES, reading.sizes(), TOLERANCE, worst)
 
 

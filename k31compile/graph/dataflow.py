@@ -41,9 +41,9 @@ def data_inputs(node: fx.Node) -> list[fx.Node]:
     return list(inputs)
 
 
-def _nodes_in(arguments: object) -> set[fx.Node]:
+def _nodes_in(arguments: Any) -> set[fx.Node]:
     found: set[fx.Node] = set()
-    fx.map_arg(arguments, lambda n: found.add(n))  # type: ignore[arg-type]
+    fx.map_arg(arguments, lambda n: found.add(n))
     return found
 
 

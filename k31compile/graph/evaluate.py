@@ -99,6 +99,7 @@ def _attribute(node: fx.Node) -> torch.Tensor:
     module: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         module = getattr(module, name)
+    assert isinstance(module, torch.Tensor)
     return module
 
 

@@ -29,7 +29,9 @@ def check_invariants(before: fx.GraphModule, after: fx.GraphModule, pass_name: s
         raise InvariantError(f"pass {pass_name} left a graph that does not run: {error}") from error
     old_outputs = pytree.tree_leaves(fx.map_arg(before.graph.output_node().args[0], value_of))
     if len(outputs) != len(old_outputs):
-        raise InvariantError(f"pass {pass_name} changed the number of outputs from {len(old_outputs)} to {len(outputs)}")
+        raise InvariantError(
+            f"pass {pass_name} changed the number of outputs from {len(old_outputs)} to {len(outputs)}"
+        )
     for i, (new, old) in enumerate(zip(outputs, old_outputs, strict=True)):
         _check_output(new, old, i, pass_name)
     if mutated_inputs(before) != mutated_inputs(after):

@@ -67,7 +67,8 @@ def _trace(
     with fake_mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     traced.graph.eliminate_dead_code()
-    for node, old in zip(traced.graph.output_node().args[0], expected, strict=True):
+    results: Any = traced.graph.output_node().args[0]
+    for node, old in zip(results, expected, strict=True):
         _require_same(value_of(node), old)
     return traced
 
@@ -106,9 +107,7 @@ def same_sizes(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 def _require_same(new: Any, old: torch.Tensor) -> None:
     if new.dtype != old.dtype or new.device != old.device or not same_sizes(new.shape, old.shape):
-        raise ValueError(
-            f"the replacement gives {new.dtype} {tuple(new.shape)} for {old.dtype} {tuple(old.shape)}"
-        )
+        raise ValueError(f"the replacement gives {new.dtype} {tuple(new.shape)} for {old.dtype} {tuple(old.shape)}")
 
 
 def _carry_attribute(source: fx.GraphModule, target: fx.GraphModule, node: fx.Node) -> None:

@@ -60,9 +60,9 @@ def trace_functional(module: fx.GraphModule, example_inputs: Sequence[Any]) -> f
     inputs = fake_inputs(example_inputs, fake_mode)
     try:
         with fake_mode, enable_python_dispatcher(), _quiet(), _plain_grad_state():
-            traced = make_fx(
-                _functional(module), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True
-            )(*inputs)
+            traced = make_fx(_functional(module), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(
+                *inputs
+            )
     except Exception as error:
         raise TraceError(
             f"the graph could not be traced functionally: {type(error).__name__}: {str(error).splitlines()[0]}",
@@ -104,7 +104,7 @@ def _was_mutated(tensor: FunctionalTensor) -> bool:
 def _unwrap(value: Any) -> Any:
     if not isinstance(value, FunctionalTensor):
         return value
-    torch._sync(value)  # type: ignore[no-untyped-call]
+    torch._sync(value)  # type: ignore[attr-defined, no-untyped-call]
     return torch._from_functional_tensor(value.elem)
 
 

@@ -87,7 +87,8 @@ def register_pass(
 
     def register(run: PassFunction) -> PassFunction:
         if name in _PASSES:
-            raise PassError(f"pass {name} is registered twice", where=f"{run.__module__}, {_PASSES[name].run.__module__}")
+            other = _PASSES[name].run.__module__
+            raise PassError(f"pass {name} is registered twice", where=f"{run.__module__}, {other}")
         _PASSES[name] = Pass(name, fusion, needs, after, targets, numerics, run)
         return run
 
@@ -116,7 +117,10 @@ def ordered(passes: Iterable[Pass]) -> list[Pass]:
         graph.add_node(p.name)
         for earlier in (*p.needs, *p.after):
             if earlier not in by_name:
-                raise PassError(f"pass {p.name} stands after {earlier!r}, which does not exist", hint=f"known: {', '.join(sorted(by_name))}")
+                raise PassError(
+                    f"pass {p.name} stands after {earlier!r}, which does not exist",
+                    hint=f"known: {', '.join(sorted(by_name))}",
+                )
             graph.add_edge(earlier, p.name)
     try:
         return [by_name[name] for name in nx.lexicographical_topological_sort(graph)]

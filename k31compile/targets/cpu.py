@@ -20,7 +20,8 @@ def compile_for_cpu(module: fx.GraphModule, example_inputs: Sequence[Any], optio
         reinplace_cache_writes(module)
         return module.forward
     patches = {} if options.cache else {"force_disable_caches": True}
-    return compile_fx(module, list(example_inputs), config_patches=patches or None)  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches or None)
+    return compiled  # type: ignore[no-any-return]
 
 
 def providers(fused: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -79,7 +79,7 @@ def _aliases(flow: Dataflow, node: fx.Node) -> set[fx.Node]:
 
 def _write_in_place(graph: fx.Graph, write: fx.Node) -> None:
     if write.target in _IN_PLACE:
-        write.target = _IN_PLACE[write.target]  # type: ignore[index]
+        write.target = _IN_PLACE[write.target]
         return
     destination, source, *where = write.args
     with graph.inserting_before(write):

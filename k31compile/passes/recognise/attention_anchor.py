@@ -108,8 +108,9 @@ def _is_gathered(node: fx.Node) -> bool:
 def _selects(node: fx.Node) -> bool:
     if is_indexer(node) or node.target in _ARGSORTS:
         return True
-    is_item = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
-    return is_item and node.args[0].target in _SORTS and node.args[1] == 1  # type: ignore[union-attr]
+    if getattr(node.target, "__name__", "") != "getitem" or not isinstance(node.args[0], fx.Node):
+        return False
+    return node.args[0].target in _SORTS and node.args[1:] == (1,)
 
 
 def _is_given(flow: Dataflow, node: fx.Node) -> bool:

@@ -90,6 +90,7 @@ class Form:
         )
         if value_weight is not None:
             result = torch.einsum("bthl,hvl->bthv", result, value_weight.to(result.dtype))
+        assert isinstance(result, torch.Tensor)
         return result
 
     def _split_queries(self, values: Values) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -108,9 +109,7 @@ class Form:
             return self.key.operand.size("d") - self.width
         return self.rope.operand.size("d") if self.rope is not None else 0
 
-    def _split_weights(
-        self, values: Values, query: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _split_weights(self, values: Values, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Key weight [H, nope, L] and value weight [H, v, L]."""
         if not self.weights:
             return None, None

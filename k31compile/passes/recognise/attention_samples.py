@@ -67,7 +67,7 @@ def producers_of(flow: Dataflow, indices: fx.Node, region: Region) -> list[Produ
         needed = flow.ancestors(outputs, stop=set(leaves).__contains__)
         computed = Region(tuple(n for n in computed.leaves if n in needed), computed.outputs, computed.nodes)
     except ValueError:
-        computed = None  # type: ignore[assignment]
+        computed = None
     marks = given.get("tail", "minus_one") == "minus_one"
     return [Producer(True, marks, hides, mode, computed, rows is not None, lengths is not None)]
 

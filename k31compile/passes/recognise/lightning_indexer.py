@@ -1,6 +1,6 @@
 """The lightning indexer in anyone's spelling: score every key, keep the best (K3.1 spec 2.8, 3.1).
 
-    score[b, t, s] = sum_h w[b, t, h] relu(q[b, t, h] . k[b, s]),  hidden keys -inf,  then top-k over s
+score[b, t, s] = sum_h w[b, t, h] relu(q[b, t, h] . k[b, s]),  hidden keys -inf,  then top-k over s
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.confirm import Mismatch, Reading
-from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.dataflow import Dataflow
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import (
@@ -118,14 +118,8 @@ class LightningIndexerRecogniser(Recogniser):
         """The scores belong to the selection alone."""
         assert isinstance(reading, IndexerReading)
         pairwise = numel_of(reading.selection.scores)
-        readers = outside_users(flow, region.nodes, region.outputs[-1:])
-        readers |= {
-            region.outputs[0]: user
-            for user in flow.users[region.outputs[0]]
-            if user is not reading.selection.anchor and user not in region.nodes
-        }
-        for node, reader in readers.items():
-            if node is not reading.selection.anchor and numel_of(node) >= pairwise and is_float(node):
+        for node, reader in outside_users(flow, region.nodes, region.outputs[-1:]).items():
+            if numel_of(node) >= pairwise and is_float(node):
                 raise Mismatch(
                     f"the scores are also read by {reader.name}"
                     f"{' (returned)' if reader.op == 'output' else ''}: a fused indexer has none to give"
@@ -250,9 +244,7 @@ class IndexerReading(Reading):
             sample |= self.key.place(keys, table, shape) | {self.key.table: table}
         else:
             sample |= self.key.place(keys)
-        sample |= sample_counts(
-            self.counts, lambda leaf: shape_under(leaf, self._sizes), t, s, generator, trial
-        )
+        sample |= sample_counts(self.counts, lambda leaf: shape_under(leaf, self._sizes), t, s, generator, trial)
         self._keys = keys
         return sample
 
@@ -263,9 +255,7 @@ class IndexerReading(Reading):
         query, weights = self.query.canonical(sample), self.weights.canonical(sample)
         dots = torch.einsum("bthd,bsd->bths", query, self._keys)
         exact = (weights[..., None] * dots.relu()).sum(2)
-        size = (
-            weights.abs()[..., None] * torch.einsum("bthd,bsd->bths", query.abs(), self._keys.abs())
-        ).sum(2)
+        size = (weights.abs()[..., None] * torch.einsum("bthd,bsd->bths", query.abs(), self._keys.abs())).sum(2)
         hidden = ~(got > HIDDEN)
         error = self._score_error(got, exact, size, hidden, (query, self._keys, weights))
         self._keep_visible(sample, hidden)
@@ -300,9 +290,7 @@ class IndexerReading(Reading):
         b, t, s = (self._letters[x] for x in "bts")
         place = torch.arange(s)
         keep = [
-            form
-            for form in self._candidates
-            if torch.equal(place >= form.visible(sample, b, t, s)[..., None], hidden)
+            form for form in self._candidates if torch.equal(place >= form.visible(sample, b, t, s)[..., None], hidden)
         ]
         if not keep:
             row = int(hidden.sum(-1).flatten().argmax())

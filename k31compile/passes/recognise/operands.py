@@ -47,7 +47,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Paged:
-    """Pages [blocks, page, (1,) d] and a block table [B, n]: position s of request b is row s % page of its s // page."""
+    """Pages [blocks, page, (1,) d] and a block table [B, n] that names the block of each page of positions."""
 
     pages: fx.Node
     table: fx.Node
@@ -59,9 +59,7 @@ class Paged:
         pages = of(self.pages)
         return {"b": batch, "s": blocks * pages[1], "d": pages[-1]}[letter]
 
-    def place(
-        self, canonical: torch.Tensor, table: torch.Tensor, shape: Sequence[int]
-    ) -> dict[fx.Node, torch.Tensor]:
+    def place(self, canonical: torch.Tensor, table: torch.Tensor, shape: Sequence[int]) -> dict[fx.Node, torch.Tensor]:
         """Pages that hold a canonical operand [B, S, d] behind `table`; what no table names is NaN."""
         pages = torch.full(tuple(shape), torch.nan, dtype=canonical.dtype)
         pages.view(shape[0], shape[1], -1)[table.reshape(-1)] = canonical.reshape(-1, shape[1], canonical.shape[-1])
@@ -151,7 +149,6 @@ def is_parameter(node: fx.Node) -> bool:
 
 def weight_operands(flow: Dataflow) -> set[fx.Node]:
     """Nodes that are no leaf of an operator on activations: parameters, and what `linear` takes as its weight."""
-
 
     def find() -> set[fx.Node]:
         found = {node for node in flow.nodes if is_float(node) and is_parameter(node)}

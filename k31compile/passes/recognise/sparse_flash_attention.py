@@ -1,6 +1,6 @@
 """Sparse attention in anyone's spelling: mask or gather, native or absorbed, softmax by name or by hand.
 
-    o[t, h] = sum_j softmax_j(scale * q[t, h] . k[idx[t, j]]) v[idx[t, j]],  over keys chosen and visible (spec 2.9)
+o[t, h] = sum_j softmax_j(scale * q[t, h] . k[idx[t, j]]) v[idx[t, j]],  over keys chosen and visible (spec 2.9)
 """
 
 import functools
@@ -31,16 +31,16 @@ from k31compile.passes.recognise.attention_forms import Form, forms
 from k31compile.passes.recognise.attention_samples import Producer, index_rows, producers_of
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.operands import (
+    Dense,
     Paged,
     is_cache,
     is_parameter,
-    pages_behind,
     paged_source,
+    pages_behind,
     sample_table,
     spread,
 )
 from k31compile.passes.recognise.visibility import Visibility, hypotheses, sample_counts
-
 
 _TIMES = {ATEN.mul.Tensor, ATEN.mul.Scalar}
 _FACTORS = {*_TIMES, ATEN.div.Tensor, ATEN.div.Scalar}
@@ -175,8 +175,11 @@ def _latents_and_weights(found: Attention, region: Region) -> Iterator[tuple[lis
     floats = [n for n in region.leaves if is_float(n)]
     operands = [n for n in floats if n in found.projection_weights]
     parameters = [n for n in floats if is_parameter(n)]
-    splits = [parameters] if parameters or not operands else [[], *map(list, itertools.chain(
-        itertools.combinations(operands, 1), itertools.combinations(operands, 2)))]
+    splits = (
+        [parameters]
+        if parameters or not operands
+        else [[], *map(list, itertools.chain(itertools.combinations(operands, 1), itertools.combinations(operands, 2)))]
+    )
     for weights in splits:
         yield [n for n in floats if n not in weights], weights
 
@@ -245,11 +248,11 @@ class AttentionReading(Reading):
         sample[self.found.indices] = restored.to(value_of(self.found.indices).dtype).contiguous()
         return sample
 
-    def _canonical_shape(self, operand: Any) -> tuple[int, ...]:
+    def _canonical_shape(self, operand: Dense) -> tuple[int, ...]:
         return tuple(operand.size(letter, self._sizes) for letter in operand.layout.letters)
 
     def _sample_cache(
-        self, operand: Any, generator: torch.Generator, sample: Mapping[fx.Node, torch.Tensor]
+        self, operand: Dense | Paged, generator: torch.Generator, sample: Mapping[fx.Node, torch.Tensor]
     ) -> dict[fx.Node, torch.Tensor]:
         if not isinstance(operand, Paged):
             values = torch.randn(self._canonical_shape(operand), generator=generator, dtype=torch.float64)

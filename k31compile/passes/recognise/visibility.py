@@ -73,8 +73,10 @@ class Visibility:
         if self.start is None:
             if self.right_aligned and self.rows is None:
                 return 3, None, None
-            return 3, valid, torch.full((batch,), self.offset - 1, device=query.device) + (
-                rows if valid is None else valid
+            return (
+                3,
+                valid,
+                torch.full((batch,), self.offset - 1, device=query.device) + (rows if valid is None else valid),
             )
         base = self.start.canonical(values) + (self.offset - (rows if self.minus_rows else 0))
         if self.start.per_row:
