@@ -170,6 +170,13 @@ def test_nan_is_largest_and_infinities_count(indexer):
     assert downward.flatten().tolist() == [1, 4, 5, 0, 3, 6]
 
 
+def test_every_nan_is_the_same_nan(indexer):
+    words = torch.tensor([0x3F800000, -0x00400000, 0x7FC00001, 0x7F800000, -1], dtype=torch.int32)
+    values = words.view(torch.float32).view(1, 5, 1, 1)
+    got = indexer(torch.ones(1, 1, 1, 1), values, torch.ones(1, 1, 1), sparse_count=4, order="score")
+    assert got.flatten().tolist() == [1, 2, 4, 3]
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_lies_beyond_the_length_does_not_matter(indexer, bad):
     query, key, weights = draw(1, 3, 4, 6, 20)
@@ -251,11 +258,11 @@ def test_threads_and_repetitions_agree(indexer, two_threads, rows):
 
 
 def test_several_callers_at_once(indexer):
-    cases = [draw(1, 3, 8, 16, 500 + i, seed=i) for i in range(8)]
+    cases = [draw(1, 3, 16, 64, 900 + 300 * i, seed=i) for i in range(8)]
     alone = [indexer(*case, sparse_count=50) for case in cases]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda case: indexer(*case, sparse_count=50), cases * 4))
-    assert all(torch.equal(a, b) for a, b in zip(alone * 4, together, strict=True))
+        together = list(pool.map(lambda case: indexer(*case, sparse_count=50), cases * 6))
+    assert all(torch.equal(a, b) for a, b in zip(alone * 6, together, strict=True))
 
 
 def _call(**changes):

@@ -91,6 +91,16 @@ def test_absorbed_latent_shared_by_key_and_value(attention, dtype):
     assert_near(attention(**case), expected(case, causal([130], 3, 130)), dtype)
 
 
+def test_value_that_only_starts_where_the_key_starts(attention):
+    case = draw((1, 2, 3, 1, 8, 13, 0, 40, 30))
+    case["key"] = case["value"][..., :8]
+    assert_near(attention(**case), expected(case, causal([40], 2, 40)), torch.float32)
+    case = draw((2, 2, 4, 2, 6, 6, 0, 40, 30))
+    for view in (case["key"][:, :1], case["key"][:1], case["key"][:, :, :1]):
+        case["value"] = view.expand(2, 40, 2, 6)
+        assert_near(attention(**case), expected(case, causal([40] * 2, 2, 40)), torch.float32)
+
+
 @pytest.mark.parametrize("layout", ["permuted", "expanded", "sliced", "paged"])
 def test_layouts_are_read_where_they_lie(attention, layout):
     case = draw((2, 3, 4, 2, 10, 13, 6, 35, 21))
@@ -182,6 +192,29 @@ def test_logits_of_any_size(attention):
     assert not attention(**lowest).any()  # every weight is exp(-inf)
 
 
+@pytest.mark.parametrize("count", [4, 5])
+def test_visible_infinities_and_nans_show(attention, count):
+    case = draw((1, 1, 2, 1, 4, 4, 0, 5, count), torch.bfloat16)
+    case["sparse_indices"] = torch.arange(count).view(1, 1, 1, count)
+    case["value"][0, count - 1, 0, 1] = torch.inf
+    got = attention(**case, sparse_mode=0)
+    assert torch.equal(got[..., 1], torch.full((1, 1, 2), torch.inf, dtype=torch.bfloat16))
+    assert got[..., [0, 2, 3]].isfinite().all()
+    case["value"] = case["value"].float()
+    case["value"].view(torch.int32)[0, 0, 0, 2] = 0x7FFFFFFF  # rounds to -0 when taken for a number
+    assert attention(**case, sparse_mode=0)[..., 2].isnan().all()
+
+
+def test_what_an_earlier_call_left_behind_does_not_matter(attention):
+    even = draw((1, 2, 4, 1, 6, 8, 2, 50, 40), torch.bfloat16)
+    odd = draw((1, 2, 4, 1, 5, 7, 1, 50, 40), torch.bfloat16)
+    want = attention(**odd)
+    spoilt = even | {name: even[name] * torch.nan for name in ("key", "value", "key_rope")}
+    assert attention(**spoilt).isnan().any()
+    assert torch.equal(attention(**odd), want)
+    assert_near(want, expected(odd, causal([50], 2, 50)), torch.bfloat16)
+
+
 def test_duplicates_count_twice(attention):
     case = draw((1, 1, 2, 1, 3, 4, 0, 5, 3))
     case["sparse_indices"] = torch.tensor([1, 1, 4]).view(1, 1, 1, 3)
@@ -233,11 +266,11 @@ def test_threads_and_repetitions_agree(attention, two_threads, rows):
 
 
 def test_several_callers_at_once(attention):
-    cases = [draw((1, 2, 4, 1, 16, 16, 0, 100 + i, 70), seed=i) for i in range(8)]
+    cases = [draw((1, 3, 8, 1, 64, 64, 0, 400, 200 + 90 * i), seed=i) for i in range(8)]
     alone = [attention(**case) for case in cases]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda case: attention(**case), cases * 4))
-    assert all(torch.equal(a, b) for a, b in zip(alone * 4, together, strict=True))
+        together = list(pool.map(lambda case: attention(**case), cases * 6))
+    assert all(torch.equal(a, b) for a, b in zip(alone * 6, together, strict=True))
 
 
 def test_an_index_beyond_the_cache_is_an_error(attention):

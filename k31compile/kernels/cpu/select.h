@@ -7,10 +7,11 @@
 
 namespace k31 {
 
-// Order-preserving image of a float: as unsigned numbers, larger means larger; -0 equals +0, every NaN is the top.
+// Order-preserving image of a float: as unsigned numbers, larger means larger, and every NaN is the top. A score is a
+// sum that starts from +0, so it is never -0.
 K31_INLINE uint32_t rank_of(float x) {
     if (x != x) return 0xffffffffu;
-    const uint32_t word = bits<uint32_t>(x + 0.0f);
+    const uint32_t word = bits<uint32_t>(x);
     return word & 0x80000000u ? ~word : word | 0x80000000u;
 }
 
