@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.dataflow import Dataflow
-from k31compile.graph.sizes import value_of
+from k31compile.graph.sizes import expression_of, value_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _meta_text(node: fx.Node, symbols: dict[str, int]) -> str:
 def _size_text(size: Any, symbols: dict[str, int]) -> str:
     if not isinstance(size, torch.SymInt):
         return repr(size)
-    expression = size.node.expr
+    expression = expression_of(size)
     for symbol in sorted(expression.free_symbols, key=str):
         symbols.setdefault(str(symbol), len(symbols))
     names = {symbol: type(symbol)(f"n{symbols[str(symbol)]}") for symbol in expression.free_symbols}

@@ -21,11 +21,17 @@ def hint(size: Any) -> int:
     return int(size)
 
 
+def expression_of(size: torch.SymInt) -> sympy.Expr:
+    """The expression behind a symbolic size; some hold a plain number."""
+    expression: sympy.Expr = sympy.sympify(size.node.expr)
+    return expression
+
+
 def substitute(size: Any, substitution: Substitution) -> int:
     """A size under a substitution of its symbols; symbols not named keep their hints."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    value = size.node.expr.xreplace(dict(substitution))
+    value = expression_of(size).xreplace({s: sympy.Integer(v) for s, v in substitution.items()})
     if value.free_symbols:
         env = size.node.shape_env
         value = value.xreplace({s: sympy.Integer(env.var_to_val[s]) for s in value.free_symbols})
@@ -37,7 +43,7 @@ def symbols_of(sizes: Iterable[Any]) -> list[sympy.Symbol]:
     found: dict[sympy.Symbol, None] = {}
     for size in sizes:
         if isinstance(size, torch.SymInt):
-            found.update(dict.fromkeys(sorted(size.node.expr.free_symbols, key=str)))
+            found.update(dict.fromkeys(sorted(expression_of(size).free_symbols, key=str)))
     return list(found)
 
 

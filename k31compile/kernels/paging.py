@@ -33,6 +33,8 @@ def check_cache(
     if block_table is None:
         raise OperatorError(f"{layout_name}='PA_BSND' needs a block_table")
     check_integers("block_table", block_table)
+    if block_table.device != cache.device:
+        raise OperatorError(f"block_table is on {block_table.device}, {name} on {cache.device}")
     if block_table.dim() != 2 or block_table.shape[0] != batch:
         raise OperatorError(f"block_table must have shape [{batch}, max_blocks], not {list(block_table.shape)}")
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import k31compile.kernels as kernels
+from k31compile.errors import OperatorError
 from k31compile.kernels.library import register_operator
 
 ROOT = Path(__file__).parents[2]
@@ -148,3 +149,24 @@ def test_the_short_name_is_refused(tmp_path):
     )
     assert run.returncode
     assert "import k31compile.kernels instead of kernels" in run.stderr
+
+
+def test_no_heads_score_nothing_and_positions_decide():
+    query, key, weights = draw()
+    got = index(query[:, :, :0], key, weights[:, :, :0], sparse_mode=0)
+    assert torch.equal(got, torch.arange(6, dtype=torch.int32).expand(2, 5, 1, 6))
+
+
+def test_a_default_device_elsewhere_changes_nothing():
+    arguments = draw()
+    expected = chain(*arguments)
+    with torch.device("meta"):
+        assert torch.equal(chain(*arguments), expected)
+
+
+def test_a_block_table_on_another_device_is_refused():
+    query, key, weights = draw()
+    table = torch.zeros(2, 1, dtype=torch.int32, device="meta")
+    for operator in kernels.OPERATORS["lightning_indexer"].providers:
+        with pytest.raises(OperatorError, match="block_table is on meta, key on cpu"):
+            operator.run(query, key, weights, block_table=table, layout_key="PA_BSND")

@@ -15,7 +15,9 @@ class StableTopk(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _TOPK:
             return _topk(*args, **kwargs)
-        if func in _SORT or func in _ARGSORT:
+        if func in _ARGSORT:
+            return _argsort(*args, **kwargs)
+        if func in _SORT:
             kwargs.setdefault("stable", True)
         return func(*args, **kwargs)
 
@@ -24,6 +26,10 @@ def _topk(values, k, dim=-1, largest=True, sorted=True):
     ranked = torch.sort(values, dim=dim, descending=largest, stable=True)
     picked = (part.narrow(dim, 0, k) for part in ranked)
     return torch.return_types.topk(tuple(picked))
+
+
+def _argsort(values, dim=-1, descending=False, stable=True):
+    return torch.sort(values, dim=dim, descending=descending, stable=True).indices
 
 
 def stable_eager(fn, *args):

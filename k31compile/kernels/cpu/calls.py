@@ -82,8 +82,8 @@ def operand(tensor: torch.Tensor | None) -> Operand:
 
 
 def integers(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Lengths and tables as the kernels read them: int64, contiguous."""
-    return None if tensor is None else tensor.to(torch.int64).contiguous()
+    """Lengths and tables as the kernels read them: on the CPU, int64, contiguous."""
+    return None if tensor is None else tensor.to("cpu", torch.int64).contiguous()
 
 
 def paging(table: torch.Tensor | None, cache: torch.Tensor) -> Paging:

@@ -33,7 +33,7 @@ def indexer_provider(variant: str = "fast") -> Provider:
         check_indexer(query, key, weights, block_table, layout_key, sparse_count, tail)
         rows = (query.shape[0], query.shape[1])
         check_lengths(rows, actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode)
-        result = torch.empty((*rows, 1, sparse_count), dtype=torch.int32)
+        result = torch.empty((*rows, 1, sparse_count), dtype=torch.int32, device=query.device)
         if result.numel() == 0:
             return result
         query, key = calls.readable(query), calls.readable(key)
@@ -68,4 +68,4 @@ def _declines(query: torch.Tensor, key: torch.Tensor, *_args: object, **_kwargs:
     for name, tensor in (("query", query), ("key", key)):
         if tensor.dtype not in calls.DTYPES:
             return f"{name} is {tensor.dtype}; the kernel reads float32 and bfloat16"
-    return None
+    return "a query without heads has nothing to score" if query.shape[2:3] == (0,) else None

@@ -36,7 +36,7 @@ def attention_provider(variant: str = "fast") -> Provider:
         check_attention(query, key, value, sparse_indices, block_table, query_rope, key_rope, layout_kv, attention_mode)
         rows = (query.shape[0], query.shape[1])
         check_lengths(rows, actual_seq_lengths_query, actual_seq_lengths_kv, sparse_mode)
-        result = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype)
+        result = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
         if result.numel() == 0:
             return result
         query, key, value = calls.readable(query), calls.readable(key), calls.readable(value)

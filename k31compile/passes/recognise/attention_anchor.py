@@ -55,6 +55,18 @@ def is_indexer(node: fx.Node) -> bool:
     return str(node.target) == "k31.lightning_indexer.default"
 
 
+def keys_selected_from(indices: fx.Node) -> int | None:
+    """How many keys the indices were chosen from, where their maker is in the graph."""
+    if is_indexer(indices):
+        key, table = indices.args[1], indices.kwargs.get("block_table")
+        assert isinstance(key, fx.Node)
+        return shape_of(key)[1] * (shape_of(table)[1] if isinstance(table, fx.Node) else 1)
+    source = indices.args[0] if indices.op == "call_function" else None
+    if isinstance(source, fx.Node) and not is_tensor(source):
+        source = source.args[0]
+    return shape_of(source)[-1] if isinstance(source, fx.Node) and is_float(source) else None
+
+
 def attentions_of(flow: Dataflow) -> list[Attention]:
     """Every softmax with indices close above it, in the order of the graph."""
     return flow.remember("attentions", lambda: list(_attentions(flow)))

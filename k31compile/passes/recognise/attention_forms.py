@@ -178,8 +178,9 @@ def _with_caches(
 
 def _caches(leaf: fx.Node, table: fx.Node | None, letters: Letters) -> list[Cache]:
     if table is not None:
-        return [Cache(Paged(leaf, table))] if is_pool(leaf) else []
-    known = {"b": letters["b"]}
+        paged = [Cache(Paged(leaf, table))] if is_pool(leaf) else []
+        return [cache for cache in paged if letters.get("s") in (None, cache.operand.size("s"))]
+    known = {letter: letters[letter] for letter in "bs" if letter in letters}
     found = [Cache(Dense(leaf, layout)) for layout in layouts(shape_of(leaf), "bsd", known)]
     by_head = {**known, "h": letters["h"]}
     if letters["h"] > 1:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
-from k31compile.graph.sizes import is_tensor
+from k31compile.graph.sizes import is_tensor, numel_of, shape_of
 
 _PRODUCTS = {
     ATEN.matmul.default,
@@ -44,6 +44,32 @@ def operands(node: fx.Node) -> list[fx.Node]:
     if node.target is ATEN.einsum.default:
         return [a for a in node.args[1] if isinstance(a, fx.Node)]  # type: ignore[union-attr]
     return [a for a in node.args if isinstance(a, fx.Node) and is_tensor(a)]
+
+
+def contracted_sizes(node: fx.Node) -> list[int]:
+    """The sizes that a contraction may sum over."""
+    if node.target is ATEN.einsum.default:
+        inputs, _, output = str(node.args[0]).replace(" ", "").partition("->")
+        letters = dict(
+            pair
+            for names, operand in zip(inputs.split(","), operands(node), strict=True)
+            if "." not in names
+            for pair in zip(names, shape_of(operand), strict=True)
+        )
+        return [size for letter, size in letters.items() if letter not in output]
+    if node.target in _SUMS:
+        source, dims = operands_source(node), node.args[1] if len(node.args) > 1 else None
+        shape = shape_of(source)
+        return [shape[d] for d in dims] if isinstance(dims, list | tuple) else [numel_of(source)]
+    first = operands(node)[:1]
+    return [shape_of(first[0])[-1]] if first and shape_of(first[0]) else []
+
+
+def operands_source(node: fx.Node) -> fx.Node:
+    """The product that a sum of products sums."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def contractions_at_depth(

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -17,6 +16,7 @@ from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import (
     Substitution,
+    expression_of,
     hint,
     is_float,
     is_integer,
@@ -27,7 +27,7 @@ from k31compile.graph.sizes import (
     symbols_of,
     value_of,
 )
-from k31compile.passes.recognise.contractions import contractions_at_depth, operands
+from k31compile.passes.recognise.contractions import contracted_sizes, contractions_at_depth, operands
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.indexer_diagnosis import diagnose
 from k31compile.passes.recognise.operands import (
@@ -60,21 +60,12 @@ class LightningIndexerRecogniser(Recogniser):
         selection = selection_of(flow, anchor)
         assert selection is not None
         require_indices_only(flow, selection)
-        roles = list(self._roles(selection))
-        if not roles:
+        if not list(_readings_of_scores(selection)):
             raise Mismatch(
                 f"the selection runs over dimension {selection.dim} of a tensor {list(shape_of(selection.scores))}: "
                 "the heads are not summed before it"
             )
         weights = weight_operands(flow)
-
-        @functools.cache
-        def eligible(node: fx.Node) -> bool:
-            if is_integer(node):
-                return numel_of(node) <= numel_of(selection.scores)
-            fits = (next(layouts(shape_of(node), letters, known), None) for letters, known in roles)
-            return is_float(node) and node not in weights and any(fits)
-
         for depth in (1, 2, 3):
             dots = contractions_at_depth(flow, selection.scores, depth)
             # What has a weight is a projection of q, k or w: it makes an operand and is never inside.
@@ -82,15 +73,19 @@ class LightningIndexerRecogniser(Recogniser):
             if not dots:
                 return
             core = flow.between(dots, [selection.scores]) | {selection.scores}
-            yield Demand((selection.scores, selection.final), frozenset(core), eligible)
+            for heads, width in _heads_and_widths(dots, selection):
+                roles = list(self._roles(selection, heads, width))
+                eligible = functools.cache(functools.partial(_may_be_leaf, selection, weights, roles))
+                yield Demand((selection.scores, selection.final), frozenset(core), eligible)
 
-    def _roles(self, selection: Selection) -> Iterator[tuple[str, dict[str, int]]]:
-        """The letters of each operand with their known sizes, for each way to read the scores."""
+    def _roles(self, selection: Selection, heads: int, width: int) -> Iterator[tuple[str, dict[str, int]]]:
+        """The letters and sizes of each operand, for each way to read the scores."""
         shape = shape_of(selection.scores)
-        for scores in layouts(shape, "bts", {"s": shape[selection.dim]}):
-            if scores.dims[2] == selection.dim:
-                b, t, s = (scores.size(letter, shape) for letter in "bts")
-                yield from (("bthd", {"b": b, "t": t}), ("bsd", {"b": b, "s": s}), ("bth", {"b": b, "t": t}))
+        for scores in _readings_of_scores(selection):
+            b, t, s = (scores.size(letter, shape) for letter in "bts")
+            yield "bthd", {"b": b, "t": t, "h": heads, "d": width}
+            yield "bsd", {"b": b, "s": s, "d": width}
+            yield "bth", {"b": b, "t": t, "h": heads}
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """The pages behind a gathered key first: then no contiguous copy of the keys is ever made."""
@@ -108,9 +103,7 @@ class LightningIndexerRecogniser(Recogniser):
         integers = [leaf for leaf in region.leaves if is_integer(leaf)]
         if len(floats) != 3 or len(floats) + len(integers) != len(region.leaves):
             return
-        for scores in layouts(shape_of(selection.scores), "bts", {"s": shape_of(selection.scores)[selection.dim]}):
-            if scores.dims[2] != selection.dim:
-                continue
+        for scores in _readings_of_scores(selection):
             for query, key, weights, counts in _assignments(floats, integers, scores, shape_of(selection.scores)):
                 yield IndexerReading(region, selection, scores, query, key, weights, counts)
 
@@ -118,8 +111,9 @@ class LightningIndexerRecogniser(Recogniser):
         """The scores belong to the selection alone."""
         assert isinstance(reading, IndexerReading)
         pairwise = numel_of(reading.selection.scores)
+        scored = flow.descendants(leaf for leaf in region.leaves if is_float(leaf))
         for node, reader in outside_users(flow, region.nodes, region.outputs[-1:]).items():
-            if numel_of(node) >= pairwise and is_float(node):
+            if numel_of(node) >= pairwise and is_float(node) and node in scored:
                 raise Mismatch(
                     f"the scores are also read by {reader.name}"
                     f"{' (returned)' if reader.op == 'output' else ''}: a fused indexer has none to give"
@@ -138,6 +132,32 @@ class LightningIndexerRecogniser(Recogniser):
         if "also read" in reason or "values" in reason:
             return "use only the indices of the top-k"
         return "the recognised form is topk(sum_h w * relu(q . k)) with future keys at -inf"
+
+
+def _readings_of_scores(selection: Selection) -> Iterator[Layout]:
+    """The ways to read the scores as [B, T, S], the selection running over S."""
+    shape = shape_of(selection.scores)
+    for scores in layouts(shape, "bts", {"s": shape[selection.dim]}):
+        if scores.dims[2] == selection.dim:
+            yield scores
+
+
+def _heads_and_widths(dots: Iterable[fx.Node], selection: Selection) -> Iterator[tuple[int, int]]:
+    """How many heads the dots have together, and over how many features each runs."""
+    dots = list(dots)
+    heads = sum(numel_of(node) for node in dots) // max(1, numel_of(selection.scores))
+    for width in dict.fromkeys(width for node in dots for width in contracted_sizes(node)):
+        yield heads, width
+
+
+def _may_be_leaf(
+    selection: Selection, weights: set[fx.Node], roles: Sequence[tuple[str, dict[str, int]]], node: fx.Node
+) -> bool:
+    if is_integer(node):
+        return numel_of(node) <= numel_of(selection.scores)
+    if not is_float(node) or node in weights:
+        return False
+    return any(next(layouts(shape_of(node), letters, known), None) for letters, known in roles)
 
 
 def _assignments(
@@ -211,9 +231,10 @@ class IndexerReading(Reading):
     def _largest_count(count: Any) -> int:
         if not isinstance(count, torch.SymInt):
             return int(count)
-        constants = [int(a) for a in count.node.expr.args if a.is_Integer] if count.node.expr.args else []
-        is_minimum = type(count.node.expr).__name__ == "Min" or isinstance(count.node.expr, sympy.Min)
-        return min(constants) if is_minimum and constants else hint(count)
+        expression = expression_of(count)
+        # torch has a Min of its own beside sympy's.
+        constants = [int(a) for a in expression.args if a.is_Integer] if type(expression).__name__ == "Min" else []
+        return min(constants) if constants else hint(count)
 
     def _letters_under(self, substitution: Substitution) -> dict[str, int]:
         shape = shape_under(self.selection.scores, substitution)

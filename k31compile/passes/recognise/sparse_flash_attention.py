@@ -26,7 +26,7 @@ from k31compile.graph.sizes import (
     symbols_of,
     value_of,
 )
-from k31compile.passes.recognise.attention_anchor import Attention, attentions_of
+from k31compile.passes.recognise.attention_anchor import Attention, attentions_of, keys_selected_from
 from k31compile.passes.recognise.attention_forms import Form, forms
 from k31compile.passes.recognise.attention_samples import Producer, index_rows, producers_of
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
@@ -77,7 +77,9 @@ class SparseFlashAttentionRecogniser(Recogniser):
         yield Demand((found.output,), frozenset(core), self._eligible(found, weights), (found.indices,))
 
     def _eligible(self, found: Attention, weights: set[fx.Node]) -> Callable[[fx.Node], bool]:
-        batch, rows = self._rows(found)
+        sizes = list(self._rows_and_heads(found))
+        keys = keys_selected_from(found.indices)
+        known_keys = {} if keys is None else {"s": keys}
 
         @functools.cache
         def eligible(node: fx.Node) -> bool:
@@ -91,17 +93,24 @@ class SparseFlashAttentionRecogniser(Recogniser):
                 return False
             fits = (
                 next(layouts(shape_of(node), letters, known), None)
-                for b, t in zip(batch, rows, strict=True)
-                for letters, known in (("bthd", {"b": b, "t": t}), ("bsd", {"b": b}), ("bshd", {"b": b}))
+                for b, t, h in sizes
+                for letters, known in (
+                    ("bthd", {"b": b, "t": t, "h": h}),
+                    ("bsd", {"b": b, **known_keys}),
+                    ("bshd", {"b": b, "h": h, **known_keys}),
+                )
             )
             return any(fits) or is_cache(node)
 
         return eligible
 
-    def _rows(self, found: Attention) -> tuple[list[int], list[int]]:
-        readings = list(_index_layouts(found.indices))
-        shape = shape_of(found.indices)
-        return [r.size("b", shape) for r in readings], [r.size("t", shape) for r in readings]
+    def _rows_and_heads(self, found: Attention) -> Iterator[tuple[int, int, int]]:
+        """Requests, rows and heads, for each way to read the indices and the output."""
+        shape, output = shape_of(found.indices), shape_of(found.output)
+        for reading in _index_layouts(found.indices):
+            b, t = reading.size("b", shape), reading.size("t", shape)
+            for layout in layouts(output, "bthv", {"b": b, "t": t}):
+                yield b, t, layout.size("h", output)
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """Pages behind gathered or flattened caches, all of them; then the leaves as found."""
@@ -121,8 +130,11 @@ class SparseFlashAttentionRecogniser(Recogniser):
         if found.indices not in region.leaves:
             return
         shape = shape_of(found.indices)
+        keys = keys_selected_from(found.indices)
+        known_keys = {} if keys is None else {"s": keys}
         for layout, table in itertools.product(_index_layouts(found.indices), (*_tables(integers), None)):
             letters = {"b": layout.size("b", shape), "t": layout.size("t", shape), "out": numel_of(found.output)}
+            letters |= known_keys
             counts = [n for n in integers if n is not table]
             for floats, weights in _latents_and_weights(found, region):
                 for form in forms(floats, weights, table, letters):
