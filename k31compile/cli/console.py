@@ -15,6 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from k31compile.errors import K31Error
 
+_PLAIN_WIDTH = 140  # of tables in a file or a pipe, where nobody knows a width
+
 
 @dataclass
 class _Flags:
@@ -40,7 +42,9 @@ def json_wanted() -> bool:
 
 def output() -> Console:
     """Return the console of results: standard output."""
-    return Console(soft_wrap=not sys.stdout.isatty())
+    if sys.stdout.isatty():
+        return Console()
+    return Console(soft_wrap=True, width=int(os.environ.get("COLUMNS", "0")) or _PLAIN_WIDTH)
 
 
 def errors() -> Console:

@@ -1,0 +1,65 @@
+"""Which choice of the graph as written each fused indexer stands for, and how good its selection is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from k31compile.check.distance import filled_up, overlap, regret
+from k31compile.check.interpret import ATEN, Call, Gold
+from k31compile.check.places import place_of
+from k31compile.check.result import Stage, judged
+
+INDEXER = "k31.lightning_indexer.default"
+
+
+def pair(traced: fx.GraphModule, survivors: Mapping[str, str], calls: Sequence[Call]) -> dict[str, Call]:
+    """The top-k nodes that fusion took away -> the indexer call in their place, matched by module and order."""
+    gone: dict[str, list[str]] = defaultdict(list)
+    for node in traced.graph.find_nodes(op="call_function", target=ATEN.topk.default):
+        if node.name not in survivors:
+            gone[place_of(node)].append(node.name)
+    paired: dict[str, Call] = {}
+    for call in calls:
+        names = gone.get(place_of(call.node))
+        if str(call.node.target) == INDEXER and names:
+            paired[names.pop(0)] = call
+    return paired
+
+
+def as_choice(call: Call, like: torch.Tensor, positions: int) -> torch.Tensor | None:
+    """An indexer's result int32 [B, T, 1, K] in the shape of the top-k's indices, or None where it has no such shape.
+
+    Empty slots name keys that the row does not see, as a top-k of masked scores does.
+    """
+    width = like.shape[-1]
+    rows = call.result.reshape(-1, call.result.shape[-1])[:, :width].long()
+    if rows.numel() != like.numel():
+        return None
+    return filled_up(rows, positions).reshape(like.shape)
+
+
+def selection_stages(
+    gold_eager: Gold, gold_k31: Gold, paired: Mapping[str, Call], forced: Mapping[str, torch.Tensor]
+) -> list[Stage]:
+    """One stage per fused indexer: by how much each run's selection is worse than the best in float64."""
+    stages: list[Stage] = []
+    for name, call in paired.items():
+        if name not in forced:
+            stages.append(Stage(place_of(call.node), "selection", 0.0, 0.0, 0.0, None, "shape unknown: not judged"))
+            continue
+        errors, chosen = [], []
+        for gold in (gold_eager, gold_k31):
+            scores = gold.scores[name]
+            picked = gold.forced[name].reshape(-1, gold.forced[name].shape[-1])
+            errors.append(regret(scores.reshape(-1, scores.shape[-1]), picked))
+            chosen.append(picked)
+        flat = gold_k31.scores[name].reshape(-1, gold_k31.scores[name].shape[-1])
+        share = overlap(chosen[1], chosen[0], flat.shape[-1], hidden=flat == -torch.inf)
+        dtype = call.args[0].dtype
+        note = "" if share == 1 else "equal or nearly equal scores were chosen differently"
+        stages.append(judged(place_of(call.node), "selection", errors[0], errors[1], dtype, share, note))
+    return stages
