@@ -1,7 +1,6 @@
 """Every implementation of k31::lightning_indexer against a brute-force definition in float64."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -245,59 +244,3 @@ def test_bfloat16_overlaps_the_exact_selection(indexer):
     pairs = zip(got[0, :, 0].tolist(), exact[0, :, 0].tolist(), strict=True)
     shared = sum(len(set(a) & set(b)) for a, b in pairs)
     assert shared >= 0.99 * 48 * 64
-
-
-@pytest.mark.parametrize("rows", [1, 40])
-def test_threads_and_repetitions_agree(indexer, two_threads, rows):
-    query, key, weights = draw(1, rows, 16, 32, 6000 if rows == 1 else 900, dtype=torch.bfloat16)
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results += [indexer(query, key, weights, sparse_count=200) for _ in range(4)]
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_several_callers_at_once(indexer):
-    cases = [draw(1, 3, 16, 64, 900 + 300 * i, seed=i) for i in range(8)]
-    alone = [indexer(*case, sparse_count=50) for case in cases]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda case: indexer(*case, sparse_count=50), cases * 6))
-    assert all(torch.equal(a, b) for a, b in zip(alone * 6, together, strict=True))
-
-
-def _call(**changes):
-    query, key, weights = draw(2, 3, 4, 5, 9)
-    return {"query": query, "key": key, "weights": weights, "sparse_count": 3} | changes
-
-
-BAD_CALLS = [
-    ({"query": torch.ones(3, 4, 5)}, r"query must be \[B, T, H, D\]"),
-    ({"query": torch.ones(2, 3, 4, 5, dtype=torch.int32)}, "query must be floating point"),
-    ({"key": torch.ones(2, 9, 5)}, "key must have 4 dimensions"),
-    ({"key": torch.ones(1, 9, 1, 5)}, "key holds 1 requests, the query 2"),
-    ({"key": torch.ones(2, 9, 2, 5)}, "key must have one head"),
-    ({"key": torch.ones(2, 9, 1, 6)}, "key has 6 features, query 5"),
-    ({"weights": torch.ones(2, 3, 5)}, r"weights must have shape \[2, 3, 4\]"),
-    ({"sparse_count": -1}, "sparse_count must not be negative"),
-    ({"sparse_count": 10, "tail": "lowest"}, "exceeds the 9 positions"),
-    ({"sparse_mode": 1}, "sparse_mode must be 0 or 3"),
-    ({"order": "random"}, "order must be"),
-    ({"tail": "zero"}, "tail must be"),
-    ({"layout_query": "TND"}, "layout_query must be 'BSND'"),
-    ({"layout_key": "TND"}, "layout_key must be"),
-    ({"layout_key": "PA_BSND"}, "needs a block_table"),
-    ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, "block_table belongs to"),
-    ({"layout_key": "PA_BSND", "block_table": torch.zeros(2, 1)}, "block_table must hold integers"),
-    ({"layout_key": "PA_BSND", "block_table": torch.zeros(3, 1).int()}, "block_table must have shape"),
-    ({"actual_seq_lengths_key": torch.ones(2)}, "key lengths must hold integers"),
-    ({"actual_seq_lengths_key": torch.ones(3).int()}, "key lengths must have shape"),
-    ({"actual_seq_lengths_key": torch.ones(2, 3).int()}, "use sparse_mode=0"),
-    ({"actual_seq_lengths_query": torch.ones(2, 3).int()}, "actual_seq_lengths_query must have shape"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD_CALLS, ids=[message for _, message in BAD_CALLS])
-def test_bad_calls_are_refused_by_name(indexer, changes, message):
-    with pytest.raises(OperatorError, match=message) as caught:
-        indexer(**_call(**changes))
-    assert caught.value.code == "K31-0301"

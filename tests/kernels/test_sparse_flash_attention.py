@@ -1,11 +1,7 @@
 """Every implementation of k31::sparse_flash_attention against a brute-force definition in float64."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-
-from k31compile.errors import OperatorError
 
 
 def definition(query, key, value, indices, scale, visible, query_rope=None, key_rope=None):
@@ -253,72 +249,3 @@ def test_mixed_dtypes(attention, names):
     for name in names:
         case[name] = case[name].bfloat16()
     assert_near(attention(**case), expected(case, causal([50], 2, 50)), case["query"].dtype)
-
-
-@pytest.mark.parametrize("rows", [1, 9])
-def test_threads_and_repetitions_agree(attention, two_threads, rows):
-    case = draw((1, rows, 16, 1, 64, 64, 0, 3000, 2000), torch.bfloat16)
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results += [attention(**case) for _ in range(4)]
-    assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_several_callers_at_once(attention):
-    cases = [draw((1, 3, 8, 1, 64, 64, 0, 400, 200 + 90 * i), seed=i) for i in range(8)]
-    alone = [attention(**case) for case in cases]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda case: attention(**case), cases * 6))
-    assert all(torch.equal(a, b) for a, b in zip(alone * 6, together, strict=True))
-
-
-def test_an_index_beyond_the_cache_is_an_error(attention):
-    for rows in (1, 40):
-        case = draw((1, rows, 3, 1, 4, 5, 0, 19, 8))
-        case["sparse_indices"][0, -1, 0, 5] = 19
-        with pytest.raises(OperatorError, match="sparse_indices holds 19, but the cache has 19 positions"):
-            attention(**case)
-
-
-def test_a_block_that_does_not_exist_is_an_error(attention):
-    case = draw((1, 2, 3, 1, 4, 5, 0, 8, 6))
-    pages = {name: case[name].view(2, 4, 1, -1) for name in ("key", "value")}
-    case |= {**pages, "layout_kv": "PA_BSND", "block_table": torch.tensor([[0, 2]])}
-    case["sparse_indices"][:] = 3
-    attention(**case, sparse_mode=0)
-    case["sparse_indices"][0, 1, 0, 0] = 4
-    with pytest.raises(OperatorError, match="block that does not exist"):
-        attention(**case, sparse_mode=0)
-
-
-ONES = torch.ones
-BAD_CALLS = [
-    ({"query": ONES(3, 4, 5)}, r"query must be \[B, T, H, D\]"),
-    ({"query": ONES(2, 3, 4, 5).int()}, "query must be floating point"),
-    ({"key": ONES(2, 9, 5)}, "key must have 4 dimensions"),
-    ({"key": ONES(2, 9, 1, 6)}, "key has 6 features, query 5"),
-    ({"key": ONES(2, 9, 3, 5), "value": ONES(2, 9, 3, 5)}, "3 key heads do not divide 4"),
-    ({"key": ONES(2, 9, 2, 5), "value": ONES(2, 9, 2, 5)}, "attention_mode 2 has one key head"),
-    ({"value": ONES(2, 8, 1, 5)}, "value must have shape"),
-    ({"sparse_indices": ONES(2, 3, 1, 4)}, "sparse_indices must hold integers"),
-    ({"sparse_indices": ONES(2, 3, 4).int()}, "sparse_indices must have shape"),
-    ({"query_rope": ONES(2, 3, 4, 2)}, "come together"),
-    ({"query_rope": ONES(2, 3, 2, 2), "key_rope": ONES(2, 9, 1, 2)}, "query_rope must have shape"),
-    ({"query_rope": ONES(2, 3, 4, 2), "key_rope": ONES(2, 9, 1, 3)}, "key_rope must have shape"),
-    ({"sparse_block_size": 2}, "sparse_block_size must be 1"),
-    ({"attention_mode": 1}, "attention_mode must be 0 or 2"),
-    ({"layout_query": "TND"}, "layout_query must be"),
-    ({"layout_kv": "TND"}, "layout_kv must be"),
-    ({"layout_kv": "PA_BSND"}, "needs a block_table"),
-    ({"block_table": torch.zeros(2, 1).int()}, "block_table belongs to"),
-    ({"sparse_mode": 2}, "sparse_mode must be 0 or 3"),
-    ({"actual_seq_lengths_kv": ONES(5).int()}, "key lengths must have shape"),
-    ({"actual_seq_lengths_query": ONES(2)}, "actual_seq_lengths_query must hold integers"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD_CALLS, ids=[message for _, message in BAD_CALLS])
-def test_bad_calls_are_refused_by_name(attention, changes, message):
-    with pytest.raises(OperatorError, match=message):
-        attention(**draw((2, 3, 4, 1, 5, 5, 0, 9, 4)) | changes)
