@@ -93,7 +93,7 @@ def probe(dtype: torch.dtype) -> float:
     rates = []
     for kind in {dtype, torch.float32}:
         matrix = torch.randn(1024, 1024).to(kind)
-        if kind == torch.bfloat16 and "avx512_bf16" not in _cpu_flags():
+        if kind == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
             continue  # minutes long, and never the better one
         times = []
         for _ in range(5):
@@ -102,13 +102,6 @@ def probe(dtype: torch.dtype) -> float:
             times.append(clock() - start)
         rates.append(2 * 1024**3 / min(times))
     return max(rates)
-
-
-def _cpu_flags() -> str:
-    try:
-        return next(x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags"))
-    except (OSError, StopIteration):
-        return ""
 
 
 def indexer_decode(dtype: torch.dtype, rows: int, positions: int, count: int) -> Case:
