@@ -20,6 +20,7 @@ from k31compile.cli import console
 from k31compile.errors import K31Error, NotBuiltYetError, UsageError
 
 COMMANDS = {
+    "demo": "k31compile.cli.demo:demo",
     "explain": "k31compile.cli.explain:explain",
     "check": "k31compile.cli.check:check",
     "passes": "k31compile.cli.passes:passes",

@@ -65,7 +65,7 @@ def _abridged(stages: list[Stage]) -> list[Stage]:
     """What is not a module, the worst module of each layer, the worst cache, and all that is wrong."""
     worst: dict[tuple[str, str], Stage] = {}
     for stage in stages:
-        key = (stage.kind, _layer(stage.name) if stage.kind == "module" else stage.name.partition(" ")[0])
+        key = (stage.kind, _layer(stage.name) if stage.kind == "module" else "")
         if stage.kind not in _SHOWN and (key not in worst or _strain(stage) > _strain(worst[key])):
             worst[key] = stage
     kept = {id(stage) for stage in worst.values()}

@@ -6,15 +6,18 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from k31compile.errors import K31Error
 
+_EVERY = 5.0  # seconds between plain lines of progress
 _PLAIN_WIDTH = 140  # of tables in a file or a pipe, where nobody knows a width
 
 
@@ -109,3 +112,28 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
             begun = True
 
         yield advance
+
+
+@contextlib.contextmanager
+def waiting(title: str) -> Iterator[Callable[[str], None]]:
+    """Show that something long goes on: a spinner with its time on a terminal, a plain line every few seconds elsewhere.
+
+    The block gets a function to be called often, with what is going on.
+    """
+    console = errors()
+    if console.is_terminal:
+        with console.status(title) as status:
+            begin = time.monotonic()
+            yield lambda text: status.update(f"{title}: {escape(text)}, {time.monotonic() - begin:.0f} s")
+        return
+    begin = time.monotonic()
+    said, next_line = "", 0.0
+
+    def line(text: str) -> None:
+        nonlocal said, next_line
+        spent = time.monotonic() - begin
+        if text != said or spent >= next_line:
+            console.print(f"{title}: {text}, {spent:.0f} s", markup=False)
+            said, next_line = text, spent + _EVERY
+
+    yield line

@@ -21,6 +21,8 @@ TOLERANCE = 1e-9
 
 # What the tensors of one run may take; a larger region is refused with the reason.
 BYTE_BUDGET = 4 << 30
+# A contradiction at shrunk sizes is looked at again at the real ones only where that is cheap.
+SECOND_TRY_BYTES = 256 << 20
 
 Sample = Mapping[fx.Node, torch.Tensor]
 Replacement = Callable[..., tuple[torch.Tensor, ...]]
@@ -57,17 +59,23 @@ class Reading(ABC):
 
     A reading may learn from the runs (a scale, which keys are visible) and then builds the replacement. What it
     learned is its `learned` attribute, which is remembered with the region's hash. `extra_operands` are sizes of the
-    graph that `build` takes after the leaves.
+    graph that `build` takes after the leaves. `context` is what a confirmation assumed of the graph around the
+    region; what is remembered serves only under the same assumptions.
     """
 
     name: str
     region: Region
     learned: Any = None
     extra_operands: tuple[fx.Node, ...] = ()
+    context: str = ""
 
     @abstractmethod
-    def substitution(self) -> Substitution:
-        """Sizes for the symbols of the region, chosen so that a wrong region shows."""
+    def substitutions(self) -> Sequence[Substitution]:
+        """Sizes to confirm at, chosen so that a wrong region shows: shrunk ones first, then as they are."""
+
+    @abstractmethod
+    def begin(self, substitution: Substitution) -> None:
+        """Take these sizes and forget what earlier samples taught."""
 
     @abstractmethod
     def sizes(self) -> Mapping[str, int]:
@@ -132,13 +140,29 @@ def confirm(readings: Iterable[Reading], key: str, memory: Memory = MEMORY) -> t
 
 
 def _confirm_one(reading: Reading) -> Confirmation:
-    substitution = reading.substitution()
-    needed = bytes_of_run(reading.region, substitution)
-    if needed > BYTE_BUDGET:
-        raise Mismatch(
-            f"confirming it would take {needed / 2**30:.1f} GiB, more than the {BYTE_BUDGET / 2**30:.0f} GiB allowed "
-            "(trace it with shorter or dynamic lengths)"
-        )
+    """Confirm at the first sizes that fit the budget, or at larger ones where the smaller cannot be run."""
+    substitutions = reading.substitutions()
+    failure: Mismatch | None = None
+    for i, substitution in enumerate(substitutions):
+        needed = bytes_of_run(reading.region, substitution)
+        if failure is not None and needed > SECOND_TRY_BYTES:
+            raise failure
+        if needed > BYTE_BUDGET:
+            raise Mismatch(
+                f"confirming it would take {needed / 2**30:.1f} GiB, more than the {BYTE_BUDGET / 2**30:.0f} GiB "
+                "allowed (trace it with shorter or dynamic lengths)"
+            )
+        try:
+            return _confirm_at(reading, substitution)
+        except Mismatch as mismatch:
+            failure = mismatch
+            if i + 1 == len(substitutions):
+                raise
+    raise AssertionError("a reading has at least one substitution")
+
+
+def _confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
+    reading.begin(substitution)
     worst = 0.0
     for trial in range(SAMPLES):
         generator = torch.Generator().manual_seed(1009 * trial + 17)

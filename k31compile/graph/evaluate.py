@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from k31compile.graph.region import Region
+from k31compile.graph.region import Region, attribute_of
 from k31compile.graph.sizes import Substitution, substitute, value_of
 
 Values = dict[fx.Node, Any]
@@ -34,7 +34,7 @@ def _run_node(node: fx.Node, values: Values, substitution: Substitution) -> Any:
     if node.op == "placeholder":
         return known
     if node.op == "get_attr":
-        return _as_float64(_attribute(node))
+        return _as_float64(attribute_of(node))
 
     def argument(source: fx.Node) -> Any:
         if source in values:
@@ -48,8 +48,8 @@ def _run_node(node: fx.Node, values: Values, substitution: Substitution) -> Any:
             return torch.zeros(shape, dtype=torch.float64 if lent.dtype.is_floating_point else lent.dtype)
         return lent
 
-    args = _raise(fx.map_arg(node.args, argument))
-    kwargs = _raise(fx.map_arg(dict(node.kwargs), argument))
+    args = _raise(fx.map_arg(_shrink(node.args, substitution), argument))
+    kwargs = _raise(fx.map_arg(_shrink(dict(node.kwargs), substitution), argument))
     if not callable(node.target):
         raise TypeError(f"{node.op} {node.target} cannot be run alone")
     with torch.no_grad():
@@ -83,6 +83,17 @@ def _as_float64(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.float64) if value.dtype.is_floating_point else value
 
 
+def _shrink(argument: Any, substitution: Substitution) -> Any:
+    """Plain numbers under the substitution; sizes are all that it names."""
+    if type(argument) is int:
+        return substitution.get(argument, argument)
+    if isinstance(argument, dict):
+        return {key: _shrink(value, substitution) for key, value in argument.items()}
+    if isinstance(argument, list | tuple) and not isinstance(argument, torch.Size):
+        return type(argument)(_shrink(value, substitution) for value in argument)
+    return argument
+
+
 def _raise(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
         return torch.float64 if argument.is_floating_point else argument
@@ -93,14 +104,6 @@ def _raise(argument: Any) -> Any:
     if isinstance(argument, list | tuple):
         return type(argument)(_raise(value) for value in argument)
     return argument
-
-
-def _attribute(node: fx.Node) -> torch.Tensor:
-    module: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        module = getattr(module, name)
-    assert isinstance(module, torch.Tensor)
-    return module
 
 
 def _last_uses(region: Region) -> dict[int, list[fx.Node]]:

@@ -47,11 +47,28 @@ class Region:
         for node in self.nodes:
             ids[node] = _digest(
                 str(node.op),
-                str(node.target) if node.op == "call_function" else _meta_text(node, symbols),
+                str(node.target) if node.op == "call_function" else _meta_text(node, symbols) + _content(node),
                 _argument_text(node.args, ids, symbols),
                 _argument_text(sorted(node.kwargs.items()), ids, symbols),
             )
         return _digest(*(ids[leaf] for leaf in self.leaves), *(ids[out] for out in self.outputs))
+
+
+def _content(node: fx.Node) -> str:
+    """A constant tensor by its values: two masks of one shape are two regions."""
+    if node.op != "get_attr":
+        return ""
+    tensor = attribute_of(node).detach().cpu().contiguous()
+    return _digest(str(tensor.dtype), tensor.reshape(-1).view(torch.uint8).numpy().tobytes().hex())
+
+
+def attribute_of(node: fx.Node) -> torch.Tensor:
+    """The tensor that a get_attr node names."""
+    module: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        module = getattr(module, name)
+    assert isinstance(module, torch.Tensor)
+    return module
 
 
 def _digest(*parts: str) -> str:

@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch import fx
 
-Substitution = Mapping[sympy.Symbol, int]
+# Symbols, and plain sizes to be shrunk, each with the number to use in a confirmation.
+Substitution = Mapping[sympy.Symbol | int, int]
 
 
 def hint(size: Any) -> int:
@@ -28,10 +29,11 @@ def expression_of(size: torch.SymInt) -> sympy.Expr:
 
 
 def substitute(size: Any, substitution: Substitution) -> int:
-    """A size under a substitution of its symbols; symbols not named keep their hints."""
+    """A size under a substitution; symbols and numbers not named keep their hints and themselves."""
     if not isinstance(size, torch.SymInt):
-        return int(size)
-    value = expression_of(size).xreplace({s: sympy.Integer(v) for s, v in substitution.items()})
+        return substitution.get(int(size), int(size))
+    symbols = {s: sympy.Integer(v) for s, v in substitution.items() if isinstance(s, sympy.Symbol)}
+    value = expression_of(size).xreplace(symbols)
     if value.free_symbols:
         env = size.node.shape_env
         value = value.xreplace({s: sympy.Integer(env.var_to_val[s]) for s in value.free_symbols})

@@ -137,7 +137,9 @@ def _try_demand(
             best = max(best, _Reason(1, _describe_leaves(region.leaves)), key=lambda reason: reason.rank)
             continue
         try:
-            reading, confirmation = confirm(readings, f"{recogniser.name}:{region.canonical_hash}")
+            reading, confirmation = confirm(
+                readings, f"{recogniser.name}:{region.canonical_hash}:{readings[0].context}"
+            )
             recogniser.guards(flow, region, reading)
         except Mismatch as mismatch:
             best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -14,6 +15,7 @@ from k31compile.graph.confirm import Mismatch, Reading
 from k31compile.graph.dataflow import Dataflow
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
+from k31compile.graph.shrink import shrunk_pool, shrunk_sizes
 from k31compile.graph.sizes import (
     Substitution,
     expression_of,
@@ -210,18 +212,31 @@ class IndexerReading(Reading):
         self.region, self.selection, self.scores_layout = region, selection, scores
         self.query, self.key, self.weights, self.counts = query, key, weights, counts
         self.extra_operands = (selection.count,) if isinstance(selection.count, fx.Node) else ()
-        self._sizes = dict(self._choose_substitution())
-        self._letters = self._letters_under(self._sizes)
-        self._candidates = hypotheses(counts, query.size("b"), query.size("t"))
-        self._scale: float | None = None
-        self._tails: set[str] = set()
         self.learned: dict[str, Any] = {}
 
-    def _choose_substitution(self) -> Substitution:
+    def begin(self, substitution: Substitution) -> None:
+        """Take these sizes and forget what earlier samples taught."""
+        self._sizes = substitution
+        self._letters = self._letters_under(substitution)
+        self._candidates = hypotheses(self.counts, self.query.size("b"), self.query.size("t"))
+        self._scale: float | None = None
+        self._tails: set[str] = set()
+
+    def substitutions(self) -> list[Substitution]:
+        """Symbols made small, and lengths too where they are large."""
+        symbols = self._choose_symbols()
+        letters = self._letters_under(symbols)
+        page = shape_of(self.key.pages)[1] if isinstance(self.key, Paged) else 0
+        small = shrunk_sizes(letters, [letters["h"], letters["d"]], page) if not symbols else {}
+        if small and isinstance(self.key, Paged):
+            small |= shrunk_pool(shape_of(self.key.pages), letters["b"], small, letters["s"])
+        return [{**symbols, **small}, symbols] if small else [symbols]
+
+    def _choose_symbols(self) -> dict[sympy.Symbol | int, int]:
         """Small odd sizes, but three times more keys than are chosen: with fewer, every wrong score looks right."""
         count = value_of(self.selection.count) if isinstance(self.selection.count, fx.Node) else self.selection.count
         shape = value_of(self.selection.scores).shape
-        chosen = {symbol: 5 + 2 * i for i, symbol in enumerate(symbols_of(shape))}
+        chosen: dict[sympy.Symbol | int, int] = {symbol: 5 + 2 * i for i, symbol in enumerate(symbols_of(shape))}
         most = self._largest_count(count)
         for symbol in symbols_of([shape[self.selection.dim]]):
             chosen[symbol] = 3 * most + 7
@@ -245,10 +260,6 @@ class IndexerReading(Reading):
         letters["k"] = substitute(count, substitution)
         return letters
 
-    def substitution(self) -> Substitution:
-        """The sizes of a confirmation."""
-        return self._sizes
-
     def sizes(self) -> Mapping[str, int]:
         """B, T, S, H, D, K."""
         return {letter.upper(): size for letter, size in self._letters.items()}
@@ -256,7 +267,9 @@ class IndexerReading(Reading):
     def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
         """q, k, w over four decades, weights of both signs; positions at both ends of their range."""
         b, t, s, h, d = (self._letters[x] for x in "btshd")
-        sample = self.query.place(spread((b, t, h, d), generator, 2, 3))
+        # Extremes show what clamps, caps or adds: a relu has neither a ceiling nor a floor above zero.
+        extreme = (1.0, 1e-6, 1e8, 1.0)[trial]
+        sample = self.query.place(extreme * spread((b, t, h, d), generator, 2, 3))
         sample |= self.weights.place(spread((b, t, h), generator, 1, 3))
         keys = spread((b, s, d), generator, 1, 2)
         if isinstance(self.key, Paged):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -16,6 +17,7 @@ from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_erro
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
+from k31compile.graph.shrink import shrunk_pool, shrunk_sizes
 from k31compile.graph.sizes import (
     Substitution,
     is_float,
@@ -217,38 +219,62 @@ class AttentionReading(Reading):
     ) -> None:
         """One form, not yet confirmed."""
         self.region, self.found, self.form, self.producer = region, found, form, producer
+        self.context = producer.context
         self.index_layout, self.output_layout, self.counts = indices, output, counts
-        self._sizes = dict(self._choose_substitution())
-        index_shape = shape_under(found.indices, self._sizes)
-        self._letters = {x: indices.size(x, index_shape) for x in "btk"}
-        self._letters["s"] = form.key.operand.size("s", self._sizes)
-        self._letters["h"] = form.queries[0].size("h", self._sizes)
-        self._candidates: list[tuple[Visibility, float]] = []
-        self._seen: list[tuple[Mapping[fx.Node, torch.Tensor], torch.Tensor]] = []
         self.learned: dict[str, Any] = {}
 
-    def _choose_substitution(self) -> Substitution:
+    def begin(self, substitution: Substitution) -> None:
+        """Take these sizes and forget what earlier samples taught."""
+        self._sizes = substitution
+        self._letters = self._letters_under(substitution)
+        self._candidates: list[tuple[Visibility, float]] = []
+        self._seen: list[tuple[Mapping[fx.Node, torch.Tensor], torch.Tensor]] = []
+
+    def _letters_under(self, substitution: Substitution) -> dict[str, int]:
+        index_shape = shape_under(self.found.indices, substitution)
+        letters = {x: self.index_layout.size(x, index_shape) for x in "btk"}
+        letters["s"] = self.form.key.operand.size("s", substitution)
+        letters["h"] = self.form.queries[0].size("h", substitution)
+        return letters
+
+    def substitutions(self) -> list[Substitution]:
+        """Symbols made small, and lengths too where they are large."""
+        symbols = self._choose_symbols()
+        letters = self._letters_under(symbols)
+        key = self.form.key.operand
+        others = [letters["h"], *self._widths()]
+        small = shrunk_sizes(letters, others, shape_of(key.pages)[1] if isinstance(key, Paged) else 0)
+        if symbols or not small:
+            return [symbols]
+        for cache in self.form.caches:
+            if isinstance(cache.operand, Paged):
+                small |= shrunk_pool(shape_of(cache.operand.pages), letters["b"], small, letters["s"])
+        return [{**symbols, **small}, symbols]
+
+    def _widths(self) -> list[int]:
+        operands = [*self.form.queries, *(cache.operand for cache in self.form.caches)]
+        return [*(operand.size("d") for operand in operands), *(s for w in self.form.weights for s in shape_of(w))]
+
+    def _choose_symbols(self) -> dict[sympy.Symbol | int, int]:
         shape = value_of(self.found.indices).shape
         sizes = [size for leaf in self.region.leaves for size in value_of(leaf).shape]
-        chosen = {symbol: 5 + 2 * i for i, symbol in enumerate(symbols_of(shape))}
+        chosen: dict[sympy.Symbol | int, int] = {symbol: 5 + 2 * i for i, symbol in enumerate(symbols_of(shape))}
         for i, symbol in enumerate(s for s in symbols_of(sizes) if s not in chosen):
             chosen[symbol] = 3 * shape_of(self.found.indices)[-1] + 7 + 2 * i
         return chosen
-
-    def substitution(self) -> Substitution:
-        """The sizes of a confirmation."""
-        return self._sizes
 
     def sizes(self) -> Mapping[str, int]:
         """B, T, S, H, K."""
         return {letter.upper(): size for letter, size in self._letters.items()}
 
     def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
-        """Queries over two decades, normal caches and weights, indices from the domain of their producer."""
+        """Queries over two decades and at extremes, normal caches and weights, indices from the domain of their producer."""
         b, t, k, s = (self._letters[x] for x in "btks")
         sample: dict[fx.Node, torch.Tensor] = {}
+        # Extremes show what clamps or caps: the largest logits make the softmax a choice of one key.
+        extreme = (1.0, 1e-6, 1e6, 1.0)[trial]
         for query in self.form.queries:
-            sample |= query.place(spread(self._canonical_shape(query), generator, 1, 3))
+            sample |= query.place(extreme * spread(self._canonical_shape(query), generator, 1, 3))
         for cache in self.form.caches:
             sample |= self._sample_cache(cache.operand, generator, sample)
         for weight in self.form.weights:

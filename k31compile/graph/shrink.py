@@ -1,0 +1,68 @@
+"""Confirm a large region at small sizes: the numbers in its arguments that are a length become a smaller length.
+
+A region of T = 4096 rows computes what the same nodes compute for 19 rows, if every 4096 in it means T. Where a number
+could mean something else as well (T equals the head size), nothing is shrunk.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+SMALL_ROWS, SMALL_KEYS, SMALL_COUNT = 19, 41, 11
+_LARGE = 48
+
+
+def shrunk_sizes(lengths: Mapping[str, int], others: Sequence[int], page: int = 0) -> dict[int, int]:
+    """A map from sizes to smaller ones, or an empty one where that is not worth while or ambiguous.
+
+    `lengths` holds b, t, s and k; `others` are the sizes of the operands' other dimensions; `page` is the number of
+    positions in a page, of which the keys are then a multiple.
+    """
+    t, s, k = (lengths[letter] for letter in "tsk")
+    small: dict[int, int] = {}
+    if s > _LARGE:
+        small[s] = SMALL_KEYS if not page else page * -(-SMALL_KEYS // page)
+        if small[s] >= s:
+            return {}
+    if k > SMALL_COUNT:
+        small.setdefault(k, SMALL_COUNT)
+    if t > SMALL_ROWS:
+        small.setdefault(t, SMALL_ROWS)
+    if s not in small or any(size in small for size in others):
+        return {}
+    if page:
+        small[s // page] = small[s] // page
+    return _with_derived(small, lengths, others)
+
+
+def _with_derived(small: Mapping[int, int], lengths: Mapping[str, int], others: Sequence[int]) -> dict[int, int]:
+    """The sizes and what reshapes and masks make of them: products with other dimensions, differences, neighbours."""
+    b, t, s = (lengths[letter] for letter in "bts")
+
+    def reduced(size: int) -> int:
+        return small.get(size, size)
+
+    derived = dict(small)
+    pairs = [(s - t + shift, reduced(s) - reduced(t) + shift) for shift in (-1, 0, 1)]
+    pairs += [(size + shift, reduced(size) + shift) for size in small for shift in (-1, 1)]
+    factors = [b, *others]
+    groups = [[size] for size in small] + [[x, y] for x in small for y in small]
+    for group, count in itertools.product(groups, range(4)):
+        for chosen in itertools.combinations(factors, count):
+            full, less = 1, 1
+            for size in (*group, *chosen):
+                full, less = full * size, less * reduced(size)
+            pairs.append((full, less))
+    for full, less in pairs:
+        if full > _LARGE and full not in others:
+            if derived.setdefault(full, less) != less and full in small:
+                return {}
+    return derived
+
+
+def shrunk_pool(shape: Sequence[int], batch: int, small: Mapping[int, int], keys: int) -> dict[int, int]:
+    """The sizes of a pool [blocks, page, ...] that holds the shrunk keys of all requests and a null block."""
+    blocks, page, width = shape[0], shape[1], shape[-1]
+    fewer = batch * (small[keys] // page) + 1
+    if fewer >= blocks:
+        return {}
+    return {blocks: fewer, blocks * page: fewer * page, blocks * page * width: fewer * page * width}
