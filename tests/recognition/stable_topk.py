@@ -18,7 +18,7 @@ class StableTopk(TorchFunctionMode):
         if func in _ARGSORT:
             return _argsort(*args, **kwargs)
         if func in _SORT:
-            kwargs.setdefault("stable", True)
+            return _sort(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -30,6 +30,10 @@ def _topk(values, k, dim=-1, largest=True, sorted=True):
 
 def _argsort(values, dim=-1, descending=False, stable=True):
     return torch.sort(values, dim=dim, descending=descending, stable=True).indices
+
+
+def _sort(values, dim=-1, descending=False, stable=True):
+    return torch.sort(values, dim=dim, descending=descending, stable=True)
 
 
 def stable_eager(fn, *args):

@@ -1,0 +1,87 @@
+"""What is almost the operator is left alone, with the reason; what is something else is not even mentioned."""
+
+import pytest
+import torch
+from near_misses import ATTENTIONS, INDEXERS, OTHER_LENGTHS, STRANGERS
+from running import run
+from torch.testing import assert_close
+
+
+def rows(b=2, t=11, s=36, h=3, d=10, start=(17, 25)):
+    generator = torch.Generator().manual_seed(4)
+    q, k, w = (torch.randn(shape, generator=generator) for shape in ((b, t, h, d), (b, s, d), (b, t, h)))
+    return q, k, w, torch.tensor(start)[:, None] + torch.arange(t)
+
+
+def with_attention(start=(17, 25)):
+    generator = torch.Generator().manual_seed(6)
+    q, c = torch.randn(2, 11, 3, 14, generator=generator), torch.randn(2, 36, 14, generator=generator)
+    return *rows(start=start), q, c
+
+
+def hold(result, name, words):
+    assert name not in result.fused
+    reasons = [refusal.reason for refusal in result.refused if refusal.name == name]
+    assert reasons, "refused without a word"
+    for word in words:
+        assert any(word in reason for reason in reasons), reasons
+    assert all(refusal.where and refusal.hint for refusal in result.refused)
+    assert_close(result.got, result.want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", INDEXERS)
+def test_near_indexer(name):
+    fn, words = INDEXERS[name]
+    hold(run(fn, *rows(), stable=False), "lightning_indexer", words)
+
+
+SILENT = {
+    "weights_returned": "refused without a reason",
+    "sigmoid_for_softmax": "no softmax, so no anchor and no reason",
+    "softmax_over_all_keys": "no index above the softmax, so no anchor and no reason",
+}
+
+
+def expected(names, known):
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=known[name])) if name in known else name
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", expected(ATTENTIONS, SILENT))
+def test_near_attention(name):
+    fn, words = ATTENTIONS[name]
+    hold(run(fn, *with_attention()), "sparse_flash_attention", words)
+
+
+def test_short_history_reads_no_future():
+    name = "gather_without_mask"
+    fn, words = ATTENTIONS[name]
+    result = run(fn, *with_attention(start=(0, 1)))
+    hold(result, "sparse_flash_attention", words)
+
+
+@pytest.mark.parametrize("start", [(0, 1), (17, 25)])
+@pytest.mark.parametrize("name", OTHER_LENGTHS)
+def test_other_lengths_are_honoured(name, start):
+    fn, names = OTHER_LENGTHS[name]
+    result = run(fn, *(with_attention(start) if len(names) > 1 else rows(start=start)))
+    assert set(names) <= set(result.fused), result.reasons
+    assert_close(result.got, result.want, rtol=0, atol=1e-5)
+
+
+MENTIONED = {"token_merge": "a top-k over a similarity of tokens is told as a missed indexer"}
+
+
+@pytest.mark.parametrize("name", expected(STRANGERS, MENTIONED))
+def test_strangers_are_not_mentioned(name):
+    generator = torch.Generator().manual_seed(8)
+    x, bias = torch.randn(2, 7, 12, generator=generator), torch.randn(6, generator=generator)
+    router = torch.nn.Parameter(torch.randn(6, 12, generator=generator), requires_grad=False)
+    experts = torch.nn.Parameter(torch.randn(6, 12, 5, generator=generator), requires_grad=False)
+    result = run(STRANGERS[name][0], x, router, experts, bias, stable=False)
+    assert not result.fused
+    assert not result.refused, result.reasons
+    assert not [note for note in result.notes if "undone" in note]
+    assert_close(result.got, result.want, rtol=0, atol=1e-6)
