@@ -173,9 +173,8 @@ def _confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
         except Mismatch as mismatch:
             raise Mismatch(str(mismatch.args[0]), trial) from None
         except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
-            raise Mismatch(
-                f"it cannot be run on samples: {type(error).__name__}: {first_line(error)}", trial
-            ) from error
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise Mismatch(f"it cannot be run on samples: {what}", trial) from error
     return Confirmation(reading.name, SAMPLES, reading.sizes(), TOLERANCE, worst)
 
 

@@ -53,9 +53,8 @@ def _with_derived(small: Mapping[int, int], lengths: Mapping[str, int], others: 
                 full, less = full * size, less * reduced(size)
             pairs.append((full, less))
     for full, less in pairs:
-        if full > _LARGE and full not in others:
-            if derived.setdefault(full, less) != less and full in small:
-                return {}
+        if full > _LARGE and full not in others and derived.setdefault(full, less) != less and full in small:
+            return {}
     return derived
 
 

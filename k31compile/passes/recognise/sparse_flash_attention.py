@@ -134,7 +134,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
         shape = shape_of(found.indices)
         keys = keys_selected_from(found.indices)
         known_keys = {} if keys is None else {"s": keys}
-        for layout, table in itertools.product(_index_layouts(found.indices), (*_tables(integers), None)):
+        for layout, table in itertools.product(_index_layouts(found.indices), (None, *_tables(integers))):
             letters = {"b": layout.size("b", shape), "t": layout.size("t", shape), "out": numel_of(found.output)}
             letters |= known_keys
             counts = [n for n in integers if n is not table]
@@ -268,7 +268,7 @@ class AttentionReading(Reading):
         return {letter.upper(): size for letter, size in self._letters.items()}
 
     def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
-        """Queries over two decades and at extremes, normal caches and weights, indices from the domain of their producer."""
+        """Queries over decades and at extremes, normal caches and weights, indices as their producer gives them."""
         b, t, k, s = (self._letters[x] for x in "btks")
         sample: dict[fx.Node, torch.Tensor] = {}
         # Extremes show what clamps or caps: the largest logits make the softmax a choice of one key.
