@@ -1,0 +1,104 @@
+"""The mutation test of the confirmation: a changed region is refused, or gives what the operator gives."""
+
+from collections import Counter
+
+import attention_styles
+import indexer_styles
+import pytest
+import torch
+from mutation import judge, mutants, traced
+
+from k31compile.graph.confirm import MEMORY
+from k31compile.passes.recognise.engine import recognise
+from k31compile.passes.recognise.lightning_indexer import LightningIndexerRecogniser
+from k31compile.passes.recognise.sparse_flash_attention import SparseFlashAttentionRecogniser
+
+INDEXERS = ("matmul_row", "sequence_first", "marks_by_length")
+ATTENTIONS = ("full_scatter_native", "zeros_scatter_true", "advanced_indexing", "gather_expand")
+PHASES = ("prefill", "decode")
+
+
+def fresh_inputs(make, names, phase):
+    """Other seeds, other magnitudes, a short history and a full one."""
+    for seed in range(20, 24):
+        yield make(names, phase, torch.float64, seed)
+    for factor in (0.05, 30.0):
+        yield [x * factor if x.is_floating_point() else x for x in make(names, phase, torch.float64, 31)]
+    for start in (0, 1, 7):
+        yield [_restarted(x, name, start) for x, name in zip(make(names, phase, torch.float64, 40), names, strict=True)]
+
+
+def _restarted(value, name, start):
+    rows = torch.arange(value.shape[-1])
+    return (start + rows).expand_as(value).contiguous() if name == "pos" else value
+
+
+def indexer_graph(name, phase):
+    style = indexer_styles.STYLES[name]
+    module = traced(style.fn, indexer_styles.operands(style.arguments, phase, torch.float64))
+    return module, list(fresh_inputs(indexer_styles.operands, style.arguments, phase))
+
+
+def attention_graph(name, phase):
+    style = attention_styles.STYLES[name]
+    module = traced(style.fn, attention_styles.operands(style.arguments, phase, torch.float64))
+    assert recognise(module, LightningIndexerRecogniser()).fused == 1
+    return module, list(fresh_inputs(attention_styles.operands, style.arguments, phase))
+
+
+def fates(module, fresh, recogniser, every):
+    """Every `every`-th mutant of all nodes of the graph."""
+    names = {node.name for node in module.graph.nodes}
+    chosen = [mutant for i, mutant in enumerate(mutants(module, names)) if i % every == 0]
+    return [judge(mutant, recogniser, fresh) for mutant in chosen]
+
+
+def hold(verdicts, least_killed):
+    false = [verdict for verdict in verdicts if verdict.fate == "FALSE"]
+    assert not false, "\n".join(f"{verdict.name}: {verdict.detail}" for verdict in false)
+    count = Counter(verdict.fate for verdict in verdicts)
+    assert count["killed"] >= least_killed * sum(count.values()), count
+
+
+def test_the_unchanged_graphs_are_accepted():
+    module, _ = indexer_graph("matmul_row", "prefill")
+    assert recognise(module, LightningIndexerRecogniser()).fused == 1
+    module, _ = attention_graph("advanced_indexing", "prefill")
+    assert recognise(module, SparseFlashAttentionRecogniser()).fused == 1
+
+
+@pytest.mark.parametrize("name", INDEXERS)
+def test_sampled_indexer_mutants(name):
+    hold(fates(*indexer_graph(name, "prefill"), LightningIndexerRecogniser(), every=6), 0.3)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_sampled_attention_mutants(name):
+    hold(fates(*attention_graph(name, "prefill"), SparseFlashAttentionRecogniser(), every=8), 0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", INDEXERS)
+def test_all_indexer_mutants(name, phase):
+    hold(fates(*indexer_graph(name, phase), LightningIndexerRecogniser(), every=1), 0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_all_attention_mutants(name, phase):
+    hold(fates(*attention_graph(name, phase), SparseFlashAttentionRecogniser(), every=1), 0.3)
+
+
+def test_a_mutant_is_not_excused_by_what_was_confirmed_before():
+    """The memory of confirmed regions must tell a mutant from its original."""
+    module, fresh = indexer_graph("matmul_row", "prefill")
+    MEMORY.confirmed.clear()
+    names = {node.name for node in module.graph.nodes}
+    chosen = list(mutants(module, names))[::9]
+    alone = [judge(mutant, LightningIndexerRecogniser(), fresh).fate for mutant in chosen]
+    MEMORY.confirmed.clear()
+    MEMORY.contradicted.clear()
+    together = [judge(mutant, LightningIndexerRecogniser(), fresh, remember=True).fate for mutant in chosen]
+    assert alone == together
