@@ -7,7 +7,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 WORKERS ?= 2
-# the demo can be given its own prompt or flags:  make demo ARGS="--skip-others"
+# the demo can be given its own prompt or flags:  make demo ARGS="--skip inductor"
 ARGS ?=
 
 VENV := .venv

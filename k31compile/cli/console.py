@@ -116,7 +116,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def waiting(title: str) -> Iterator[Callable[[str], None]]:
-    """Show that something long goes on: a spinner with its time on a terminal, a plain line every few seconds elsewhere.
+    """Show that something long goes on: a spinner on a terminal, a plain line every few seconds elsewhere.
 
     The block gets a function to be called often, with what is going on.
     """
