@@ -11,22 +11,25 @@ SMALL_ROWS, SMALL_KEYS, SMALL_COUNT = 19, 41, 11
 _LARGE = 48
 
 
-def shrunk_sizes(lengths: Mapping[str, int], others: Sequence[int], page: int = 0) -> dict[int, int]:
+def shrunk_sizes(lengths: Mapping[str, int], others: Sequence[int], page: int = 0, beyond: int = 0) -> dict[int, int]:
     """A map from sizes to smaller ones, or an empty one where that is not worth while or ambiguous.
 
     `lengths` holds b, t, s and k; `others` are the sizes of the operands' other dimensions; `page` is the number of
-    positions in a page, of which the keys are then a multiple.
+    positions in a page, of which the keys are then a multiple; there are twice as many keys as the constant `beyond`.
     """
     t, s, k = (lengths[letter] for letter in "tsk")
     small: dict[int, int] = {}
+    keys = max(SMALL_KEYS, 2 * beyond + 3)
     if s > _LARGE:
-        small[s] = SMALL_KEYS if not page else page * -(-SMALL_KEYS // page)
+        small[s] = keys if not page else page * -(-keys // page)
         if small[s] >= s:
             return {}
     if k > SMALL_COUNT:
         small.setdefault(k, SMALL_COUNT)
     if t > SMALL_ROWS:
-        small.setdefault(t, SMALL_ROWS)
+        rows = max(SMALL_ROWS, min(small.get(s, s), 2 * beyond + 1))
+        if rows < t:
+            small.setdefault(t, rows)
     if s not in small or any(size in small for size in others):
         return {}
     if page:

@@ -16,10 +16,11 @@ from k31compile.passes.recognise.attention_anchor import is_indexer
 
 @dataclass(frozen=True)
 class Producer:
-    """What is known of the indices: from a fused indexer everything, from others that a row names no key twice.
+    """What is known of the indices: all of a fused indexer's, that a top-k names no key twice, nothing of given ones.
 
     `marks_empty` tells whether -1 may stand in slots without a visible key; `lengths` is the region that computes a
-    fused indexer's lengths from the attention's own integer leaves, where it can be.
+    fused indexer's lengths from the attention's own integer leaves, where it can be. Of given indices a key named
+    twice counts once for a mask (`counts_once`) and twice for a gather.
     """
 
     is_known: bool
@@ -29,13 +30,20 @@ class Producer:
     lengths: Region | None = None
     has_rows: bool = False
     has_lengths: bool = False
+    is_given: bool = False
+    counts_once: bool = False
+
+    @property
+    def must_refuse_marks(self) -> bool:
+        """Whether -1 may be among the indices although the author's code does not leave it out."""
+        return self.is_given and not self.marks_empty
 
     @property
     def context(self) -> str:
         """All that decides which indices are drawn."""
         lengths = self.lengths.canonical_hash if self.lengths is not None else "unknown"
         facts = (self.is_known, self.marks_empty, self.hides_keys, self.sparse_mode, self.has_rows, self.has_lengths)
-        return f"{facts}:{lengths}"
+        return f"{facts}:{self.is_given}:{lengths}"
 
     @property
     def fills_with_hidden_keys(self) -> bool:
@@ -62,7 +70,13 @@ class Producer:
 def producers_of(flow: Dataflow, indices: fx.Node, region: Region) -> list[Producer]:
     """Who may have made the indices; of an unknown producer first the one that asks more of the attention."""
     if not is_indexer(indices):
-        return [Producer(False, True, True), Producer(False, False, True)]
+        if indices.op != "placeholder":
+            return [Producer(False, False, True)]
+        return [
+            Producer(False, marks, True, is_given=True, counts_once=once)
+            for marks in (True, False)
+            for once in (False, True)
+        ]
     given: Mapping[str, Any] = indices.kwargs
     mode = given.get("sparse_mode", 3)
     rows, lengths = given.get("actual_seq_lengths_query"), given.get("actual_seq_lengths_key")
@@ -82,7 +96,7 @@ def producers_of(flow: Dataflow, indices: fx.Node, region: Region) -> list[Produ
 def index_rows(
     sizes: tuple[int, int, int, int], visible: torch.Tensor | None, producer: Producer, generator: torch.Generator
 ) -> torch.Tensor:
-    """Indices [B, T, K], no key twice in a row.
+    """Indices [B, T, K], no key twice in a row unless they are given.
 
     Of a known producer: seen keys in any order, the last of them always chosen, then the hidden ones ascending or -1.
     Of an unknown one: any keys, seen or not, and -1 at the end of some rows where it may be there.
@@ -92,12 +106,21 @@ def index_rows(
     rank = torch.rand((b, t, s), generator=generator)
     if visible is None:
         rows = _pad(rank.argsort(-1)[..., :k], k)
+        if producer.is_given and k > 1:
+            rows[..., -1] = rows[..., 0]
         count = torch.randint(1, k + 1, (b, t, 1), generator=generator)
         return rows.masked_fill(slot >= count, -1) if producer.marks_empty else rows
     seen = visible[..., None]
     rank = torch.where(place == seen - 1, -1.0, torch.where(place >= seen, 2.0 + place, rank))
     rows = _pad(rank.argsort(-1)[..., :k], k)
     return rows.masked_fill(slot >= seen, -1) if producer.marks_empty else rows
+
+
+def each_once(indices: torch.Tensor) -> torch.Tensor:
+    """Indices [B, T, K] in which a key named again is -1."""
+    ordered = indices.sort(-1).values
+    again = ordered[..., 1:] == ordered[..., :-1]
+    return torch.cat([ordered[..., :1], ordered[..., 1:].masked_fill(again, -1)], dim=-1)
 
 
 def _pad(rows: torch.Tensor, count: int) -> torch.Tensor:

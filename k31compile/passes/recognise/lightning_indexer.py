@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.confirm import Mismatch, Reading
+from k31compile.graph.constants import largest_constant
 from k31compile.graph.dataflow import Dataflow
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
@@ -227,19 +228,27 @@ class IndexerReading(Reading):
         symbols = self._choose_symbols()
         letters = self._letters_under(symbols)
         page = shape_of(self.key.pages)[1] if isinstance(self.key, Paged) else 0
-        small = shrunk_sizes(letters, [letters["h"], letters["d"]], page) if not symbols else {}
+        small = shrunk_sizes(letters, [letters["h"], letters["d"]], page, self._beyond()) if not symbols else {}
         if small and isinstance(self.key, Paged):
             small |= shrunk_pool(shape_of(self.key.pages), letters["b"], small, letters["s"])
         return [{**symbols, **small}, symbols] if small else [symbols]
 
+    def _beyond(self) -> int:
+        """The largest number that hides or shows keys, a sliding window's width for one."""
+        lengths = [hint(size) for size in value_of(self.selection.scores).shape]
+        return largest_constant(self.region.nodes, [*lengths, self._largest_count(self._count())])
+
+    def _count(self) -> Any:
+        count = self.selection.count
+        return value_of(count) if isinstance(count, fx.Node) else count
+
     def _choose_symbols(self) -> dict[sympy.Symbol | int, int]:
         """Small odd sizes, but three times more keys than are chosen: with fewer, every wrong score looks right."""
-        count = value_of(self.selection.count) if isinstance(self.selection.count, fx.Node) else self.selection.count
         shape = value_of(self.selection.scores).shape
         chosen: dict[sympy.Symbol | int, int] = {symbol: 5 + 2 * i for i, symbol in enumerate(symbols_of(shape))}
-        most = self._largest_count(count)
+        keys = max(3 * self._largest_count(self._count()) + 7, 2 * self._beyond() + 3)
         for symbol in symbols_of([shape[self.selection.dim]]):
-            chosen[symbol] = 3 * most + 7
+            chosen[symbol] = keys
         return chosen
 
     @staticmethod
@@ -256,8 +265,7 @@ class IndexerReading(Reading):
         letters = {letter: self.scores_layout.size(letter, shape) for letter in "bts"}
         letters["h"] = self.weights.size("h", substitution)
         letters["d"] = self.query.size("d", substitution)
-        count = value_of(self.selection.count) if isinstance(self.selection.count, fx.Node) else self.selection.count
-        letters["k"] = substitute(count, substitution)
+        letters["k"] = substitute(self._count(), substitution)
         return letters
 
     def sizes(self) -> Mapping[str, int]:

@@ -13,8 +13,10 @@ import sympy
 import torch
 from torch import fx
 
-from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_error
+from k31compile.graph.confirm import SAMPLES, TOLERANCE, Mismatch, Reading, relative_error
+from k31compile.graph.constants import largest_constant
 from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.evaluate import run_in_float64
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.shrink import shrunk_pool, shrunk_sizes
@@ -30,7 +32,7 @@ from k31compile.graph.sizes import (
 )
 from k31compile.passes.recognise.attention_anchor import Attention, attentions_of, keys_selected_from
 from k31compile.passes.recognise.attention_forms import Form, forms
-from k31compile.passes.recognise.attention_samples import Producer, index_rows, producers_of
+from k31compile.passes.recognise.attention_samples import Producer, each_once, index_rows, producers_of
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.operands import (
     Dense,
@@ -229,6 +231,7 @@ class AttentionReading(Reading):
         self._letters = self._letters_under(substitution)
         self._candidates: list[tuple[Visibility, float]] = []
         self._seen: list[tuple[Mapping[fx.Node, torch.Tensor], torch.Tensor]] = []
+        self._compared = 0
 
     def _letters_under(self, substitution: Substitution) -> dict[str, int]:
         index_shape = shape_under(self.found.indices, substitution)
@@ -243,13 +246,19 @@ class AttentionReading(Reading):
         letters = self._letters_under(symbols)
         key = self.form.key.operand
         others = [letters["h"], *self._widths()]
-        small = shrunk_sizes(letters, others, shape_of(key.pages)[1] if isinstance(key, Paged) else 0)
+        page = shape_of(key.pages)[1] if isinstance(key, Paged) else 0
+        small = shrunk_sizes(letters, others, page, self._beyond())
         if symbols or not small:
             return [symbols]
         for cache in self.form.caches:
             if isinstance(cache.operand, Paged):
                 small |= shrunk_pool(shape_of(cache.operand.pages), letters["b"], small, letters["s"])
         return [{**symbols, **small}, symbols]
+
+    def _beyond(self) -> int:
+        """The largest number that hides or shows keys."""
+        lengths = [*shape_of(self.found.indices), self.form.key.operand.size("s")]
+        return largest_constant(self.region.nodes, lengths)
 
     def _widths(self) -> list[int]:
         operands = [*self.form.queries, *(cache.operand for cache in self.form.caches)]
@@ -260,7 +269,7 @@ class AttentionReading(Reading):
         sizes = [size for leaf in self.region.leaves for size in value_of(leaf).shape]
         chosen: dict[sympy.Symbol | int, int] = {symbol: 5 + 2 * i for i, symbol in enumerate(symbols_of(shape))}
         for i, symbol in enumerate(s for s in symbols_of(sizes) if s not in chosen):
-            chosen[symbol] = 3 * shape_of(self.found.indices)[-1] + 7 + 2 * i
+            chosen[symbol] = max(3 * shape_of(self.found.indices)[-1] + 7, 2 * self._beyond() + 3) + 2 * i
         return chosen
 
     def sizes(self) -> Mapping[str, int]:
@@ -305,32 +314,65 @@ class AttentionReading(Reading):
 
     def judge(self, sample: Mapping[fx.Node, torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
         """Equal to the operator for one scale and one rule of visibility, on every row that sees a chosen key."""
+        if self.producer.must_refuse_marks:
+            self._require_refusal_of_marks(sample)
         got = self.output_layout.canonical(outputs[0]).to(torch.float64)
         self._seen.append((sample, got))
         if not self._candidates:
             self._candidates = list(itertools.product(self._visibilities(sample), self._scales()))
         while self._candidates:
             errors = [self._error(*seen, *self._candidates[0]) for seen in reversed(self._seen)]
-            if max(errors) < TOLERANCE:
+            if max(errors) < TOLERANCE and not self._is_too_thin():
                 self.learned = dict(zip(("visibility", "scale"), self._candidates[0], strict=True))
                 return max(errors)
             self._drop_equal_candidates(sample)
         raise Mismatch("it is not a softmax over the selected and visible keys")
 
+    def _is_too_thin(self) -> bool:
+        """Whether no row of all samples saw two keys: with one, every softmax is 1."""
+        return len(self._seen) == SAMPLES and self._compared < 2 and self._letters["k"] > 1
+
     def _error(
         self, sample: Mapping[fx.Node, torch.Tensor], got: torch.Tensor, visibility: Visibility, scale: float
     ) -> float:
         indices = self._indices(sample)[:, :, 0]
-        seen = self._visible(sample, visibility)
-        live = ((indices >= 0) & (indices < seen[..., None])).any(-1)
-        if not bool(live.any()):
-            return 0.0
-        error = relative_error(got[live], self._attend(sample, visibility, scale)[live])
-        return error if math.isfinite(error) else math.inf
+        count = ((indices >= 0) & (indices < self._visible(sample, visibility)[..., None])).sum(-1)
+        live = count > 0
+        expected = self._attend(sample, visibility, scale)
+        error = relative_error(got[live], expected[live]) if bool(live.any()) else 0.0
+        if not math.isfinite(error) or not self._says_nothing(sample, got, ~live):
+            return math.inf
+        self._compared = max(self._compared, int(count.max()))
+        return error
+
+    def _says_nothing(self, sample: Mapping[fx.Node, torch.Tensor], got: torch.Tensor, empty: torch.Tensor) -> bool:
+        """Rows without a key are zeros, NaN, or the plain average that masking by a large number leaves."""
+        if not bool(empty.any()):
+            return True
+        rows = got[empty]
+        nothing = (rows.isnan() | (rows == 0)).flatten(1).all(-1)
+        if bool(nothing.all()):
+            return True
+        zeroed = {**sample, **{query.leaf: torch.zeros_like(sample[query.leaf]) for query in self.form.queries}}
+        everything = Visibility(None, 0, 0, everything=True)
+        keys = torch.arange(self._letters["s"]).expand(*self._indices(sample).shape[:2], 1, -1)
+        for indices in (self._indices(sample).clamp_min(0), keys):
+            average = self._attend(zeroed, everything, 1.0, indices)[empty]
+            nothing |= ((rows - average).abs() <= TOLERANCE * average.abs().amax()).flatten(1).all(-1)
+        return bool(nothing.all())
 
     def _visible(self, sample: Mapping[fx.Node, torch.Tensor], visibility: Visibility) -> torch.Tensor:
         b, t, s = (self._letters[x] for x in "bts")
         return visibility.visible(sample, b, t, s)
+
+    def _require_refusal_of_marks(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
+        """Given indices may hold -1: where the author does not leave it out, running into an error is all he may do."""
+        marked = {**sample, self.found.indices: torch.full_like(sample[self.found.indices], -1)}
+        try:
+            run_in_float64(self.region, marked, self._sizes)
+        except (RuntimeError, IndexError):
+            return
+        raise Mismatch("an index of -1 would read the last key instead of none: clamp it and mask its slot")
 
     def _drop_equal_candidates(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
         """Drop the first candidate; on the first sample also those that say the same of every row."""
@@ -371,13 +413,20 @@ class AttentionReading(Reading):
         indices = values[self.found.indices]
         if self.index_layout.dims == (0, 1, 3):
             return indices
-        return self.index_layout.canonical(indices).unsqueeze(2)
+        indices = self.index_layout.canonical(indices)
+        return (each_once(indices) if self.producer.counts_once else indices).unsqueeze(2)
 
-    def _attend(self, values: Mapping[fx.Node, torch.Tensor], visibility: Visibility, scale: float) -> torch.Tensor:
+    def _attend(
+        self,
+        values: Mapping[fx.Node, torch.Tensor],
+        visibility: Visibility,
+        scale: float,
+        indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         mode, rows, lengths = visibility.lengths(values, self.form.queries[0].canonical(values))
         return self.form.attend(
             values,
-            self._indices(values),
+            self._indices(values) if indices is None else indices,
             scale,
             sparse_mode=mode,
             actual_seq_lengths_query=rows,

@@ -158,9 +158,12 @@ def sample_counts(
     room = max(keys - rows, keys // 2)
     sample: dict[fx.Node, torch.Tensor] = {}
     for leaf in integers:
-        value = torch.randint(0, room + 1, tuple(shapes(leaf)), generator=generator)
+        shape = tuple(shapes(leaf))
+        value = torch.randint(0, room + 1, shape, generator=generator)
         if len(integers) > 1:
-            value = torch.randint(0, min(room, rows) + 1, tuple(shapes(leaf)), generator=generator)
+            # Which one is the position and which the number of rows is not known yet: half the values suit each.
+            few = torch.randint(0, min(room, rows) + 1, shape, generator=generator)
+            value = torch.where(torch.rand(shape, generator=generator) < 0.5, value, few)
         flat = value.view(-1)
         if trial == 0 and flat.numel():
             flat[0] = 0 if len(integers) == 1 else min(1, rows)
