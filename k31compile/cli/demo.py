@@ -33,7 +33,7 @@ def demo(
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens to generate.")] = 32,
     model: Annotated[str | None, typer.Option(help="tiny or mini; pico, trained, once it is shipped.")] = None,
     skip: Annotated[str, typer.Option(help="Columns to leave out: eager, inductor, or both with a comma.")] = "",
-    limit: Annotated[float, typer.Option(min=1, help="Seconds after which a column that still builds stops.")] = 240,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds after which a column that still builds stops.")] = 150,
     built: Annotated[bool, typer.Option("--built", help="Also k31 with Inductor around it; takes minutes.")] = False,
 ) -> int:
     """Compile a small model, continue a text with it, and compare with eager PyTorch and Inductor."""

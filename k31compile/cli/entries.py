@@ -36,7 +36,7 @@ SHIPPED = {
 }
 """Names of shipped entries, each also as NAME:prefill and NAME:decode."""
 
-DEFAULT_DEPTH = {"full": 8}
+DEFAULT_DEPTH = {"full": 4}
 """How many layers of a model are built unless --layers says otherwise; all where it is not named here."""
 
 PICO = Path(k31compile.__file__).parents[1] / "examples" / "pico"
