@@ -17,6 +17,7 @@ from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, shape_under, value_of
 
 SAMPLES = 4
+MOST_SAMPLES = 16
 TOLERANCE = 1e-9
 
 # What the tensors of one run may take; a larger region is refused with the reason.
@@ -76,6 +77,11 @@ class Reading(ABC):
     @abstractmethod
     def begin(self, substitution: Substitution) -> None:
         """Take these sizes and forget what earlier samples taught."""
+
+    def samples(self) -> int:
+        """How many samples a confirmation takes: more where each has few rows, so that rare positions are met."""
+        sizes = self.sizes()
+        return max(SAMPLES, min(MOST_SAMPLES, 128 // (sizes["B"] * sizes["T"])))
 
     @abstractmethod
     def sizes(self) -> Mapping[str, int]:
@@ -164,7 +170,8 @@ def _confirm_one(reading: Reading) -> Confirmation:
 def _confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
     reading.begin(substitution)
     worst = 0.0
-    for trial in range(SAMPLES):
+    samples = reading.samples()
+    for trial in range(samples):
         generator = torch.Generator().manual_seed(1009 * trial + 17)
         try:
             sample = reading.sample(generator, trial)
@@ -175,7 +182,7 @@ def _confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
         except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
             what = f"{type(error).__name__}: {first_line(error)}"
             raise Mismatch(f"it cannot be run on samples: {what}", trial) from error
-    return Confirmation(reading.name, SAMPLES, reading.sizes(), TOLERANCE, worst)
+    return Confirmation(reading.name, samples, reading.sizes(), TOLERANCE, worst)
 
 
 def bytes_of_run(region: Region, substitution: Substitution) -> int:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from k31compile.errors import InvariantError
 from k31compile.graph.dataflow import ATEN
-from k31compile.graph.rewrite import is_dense, same_sizes
+from k31compile.graph.rewrite import is_dense, same_sizes, same_strides
 from k31compile.graph.sizes import value_of
 from k31compile.graph.trace import current_fake_mode
 
@@ -76,7 +76,7 @@ def _check_output(new: Any, old: Any, index: int, pass_name: str) -> None:
         and new.dtype == old.dtype
         and new.device == old.device
         and same_sizes(new.shape, old.shape)
-        and (same_sizes(new.stride(), old.stride()) or not is_dense(old))
+        and (same_strides(new, old) or not is_dense(old))
     )
     if not same:
         raise InvariantError(f"pass {pass_name} changed output {index} from {_describe(old)} to {_describe(new)}")

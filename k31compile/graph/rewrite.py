@@ -74,7 +74,7 @@ def _trace(
 
 
 def _with_strides_of(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    if same_sizes(result.stride(), expected.stride()) or not is_dense(expected):
+    if same_strides(result, expected) or not is_dense(expected):
         return result
     order = sorted(range(expected.dim()), key=lambda d: -_hint_stride(expected, d))
     inverse = [order.index(d) for d in range(expected.dim())]
@@ -94,6 +94,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def _hint_stride(tensor: torch.Tensor, dim: int) -> int:
     return hint(tensor.stride(dim))
+
+
+def same_strides(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one shape lie alike in memory; the stride of a dimension of size one says nothing."""
+    wide = [d for d in range(right.dim()) if hint(right.shape[d]) != 1]
+    return same_sizes([left.stride(d) for d in wide], [right.stride(d) for d in wide])
 
 
 def same_sizes(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -69,8 +69,18 @@ def trace_functional(module: fx.GraphModule, example_inputs: Sequence[Any]) -> f
             hint="the graph goes to Inductor as it is; please report it with the model's code",
         ) from error
     _mark_inputs(traced, module, example_inputs)
+    _specialise_floats(traced)
     drop_asserts(traced)
     return traced
+
+
+def _specialise_floats(module: fx.GraphModule) -> None:
+    """Make float inputs the numbers that they are, with a guard: under dynamic=True a scale arrives as a symbol."""
+    for node in list(module.graph.nodes):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymFloat) and node.op == "call_function":
+            node.replace_all_uses_with(float(value))
+            module.graph.erase_node(node)
 
 
 def drop_asserts(module: fx.GraphModule) -> None:

@@ -88,7 +88,9 @@ def _sort(flow: Dataflow, node: fx.Node) -> Selection | None:
     start, step = _argument(cut, 2, "start", 0), _argument(cut, 4, "step", 1)
     if _argument(cut, 1, "dim", 0) % rank != dim or start not in (0, None) or step != 1:
         return None
-    count = shape_of(cut)[dim]
+    count = cut.args[3] if len(cut.args) > 3 else None
+    if not isinstance(count, fx.Node) and not (isinstance(count, int) and 0 < count <= shape_of(scores)[dim]):
+        return None
     largest = bool(_named(node, "descending", False))
     return Selection(node, scores, dim, count, largest, True, _final(flow, node, cut))
 

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from k31compile.graph.confirm import SAMPLES, TOLERANCE, Mismatch, Reading, relative_error
+from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_error
 from k31compile.graph.constants import largest_constant
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.evaluate import run_in_float64
@@ -281,7 +281,7 @@ class AttentionReading(Reading):
         b, t, k, s = (self._letters[x] for x in "btks")
         sample: dict[fx.Node, torch.Tensor] = {}
         # Extremes show what clamps or caps: the largest logits make the softmax a choice of one key.
-        extreme = (1.0, 1e-6, 1e6, 1.0)[trial]
+        extreme = (1.0, 1e-6, 1e6, 1.0)[trial % 4]
         for query in self.form.queries:
             sample |= query.place(extreme * spread(self._canonical_shape(query), generator, 1, 3))
         for cache in self.form.caches:
@@ -330,7 +330,7 @@ class AttentionReading(Reading):
 
     def _is_too_thin(self) -> bool:
         """Whether no row of all samples saw two keys: with one, every softmax is 1."""
-        return len(self._seen) == SAMPLES and self._compared < 2 and self._letters["k"] > 1
+        return len(self._seen) == self.samples() and self._compared < 2 and self._letters["k"] > 1
 
     def _error(
         self, sample: Mapping[fx.Node, torch.Tensor], got: torch.Tensor, visibility: Visibility, scale: float
@@ -388,7 +388,8 @@ class AttentionReading(Reading):
     def _visibilities(self, sample: Mapping[fx.Node, torch.Tensor]) -> list[Visibility]:
         """All hypotheses, those first that agree with what the producer of the indices saw."""
         b, t, s = (self._letters[x] for x in "bts")
-        found = hypotheses(self.counts, b, t)
+        shape = shape_of(self.found.indices)
+        found = hypotheses(self.counts, self.index_layout.size("b", shape), self.index_layout.size("t", shape))
         if self.counts:
             found.append(Visibility(None, 0, 0, everything=True))
         produced = self.producer.visible(sample, (b, t, s), torch.Generator().manual_seed(0))

@@ -159,15 +159,15 @@ def sample_counts(
     sample: dict[fx.Node, torch.Tensor] = {}
     for leaf in integers:
         shape = tuple(shapes(leaf))
-        value = torch.randint(0, room + 1, shape, generator=generator)
-        if len(integers) > 1:
-            # Which one is the position and which the number of rows is not known yet: half the values suit each.
-            few = torch.randint(0, min(room, rows) + 1, shape, generator=generator)
-            value = torch.where(torch.rand(shape, generator=generator) < 0.5, value, few)
+        # With two leaves, which is the position and which the number of rows is not known yet: every combination of a
+        # long and a short range comes up.
+        is_long = len(integers) == 1 or bool(trial >> integers.index(leaf) & 1)
+        most = room if is_long else min(room, rows)
+        value = torch.randint(0, most + 1, shape, generator=generator)
         flat = value.view(-1)
         if trial == 0 and flat.numel():
-            flat[0] = 0 if len(integers) == 1 else min(1, rows)
+            flat[0] = 0
         if trial == 1 and flat.numel():
-            flat[-1] = room if len(integers) == 1 else min(rows, room)
+            flat[-1] = most
         sample[leaf] = value.to(leaf.meta["val"].dtype)
     return sample
