@@ -102,7 +102,7 @@ def _in_order(
     eager: Recorder,
     k31: Recorder,
     golds: Sequence[Gold],
-    selections: Sequence[Stage],
+    selections: Mapping[str, Stage],
 ) -> list[Stage]:
     """Modules and selections in the order in which the graph computes them: the first wrong one is the cause."""
     position = {node.name: at for at, node in enumerate(traced.graph.nodes)}
@@ -112,8 +112,7 @@ def _in_order(
         right = max(relative_error(k31.values[survivors[name]], golds[1].values[name]) for name in names)
         dtype = eager.values[names[0]].dtype
         ordered.append((max(position[name] for name in names), judged(path, "module", left, right, dtype)))
-    first_of = {place_of(node): position[node.name] for node in reversed(traced.graph.nodes)}
-    ordered.extend((first_of.get(stage.name, 0), stage) for stage in selections)
+    ordered.extend((position[name], stage) for name, stage in selections.items())
     return [stage for _, stage in sorted(ordered, key=lambda item: item[0])]
 
 

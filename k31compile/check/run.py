@@ -63,15 +63,29 @@ def _is_tensor(value: Any) -> bool:
 def _called(entry: Entry, function: Callable[..., Any]) -> list[torch.Tensor]:
     """The floating outputs of one call on copies of the arguments; buffers that it changes are put back."""
     args, kwargs = copy.deepcopy((entry.args, dict(entry.kwargs)))
-    buffers = list(entry.model.buffers()) if isinstance(entry.model, nn.Module) else []
-    before = [buffer.clone() for buffer in buffers]
+    restore = _buffers_of(entry.model)
     try:
         with torch.no_grad(), entry.grad_mode() if entry.mode != "grad" else torch.no_grad():
             result = function(*args, **kwargs)
     finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
+        restore()
     return [value.clone() for value in pytree.tree_leaves(result) if _is_tensor(value) and value.is_floating_point()]
+
+
+def _buffers_of(model: Any) -> Callable[[], None]:
+    """Remember the buffers of a model, and return what puts them back: the same tensors with the same values."""
+    held = [
+        (module, name, buffer, buffer.clone())
+        for module in (model.modules() if isinstance(model, nn.Module) else ())
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+    def restore() -> None:
+        with torch.no_grad():
+            for module, name, buffer, value in held:
+                module._buffers[name] = buffer.copy_(value)
+
+    return restore
 
 
 class _Catcher:

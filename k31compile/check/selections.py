@@ -44,12 +44,16 @@ def as_choice(call: Call, like: torch.Tensor, positions: int) -> torch.Tensor | 
 
 def selection_stages(
     gold_eager: Gold, gold_k31: Gold, paired: Mapping[str, Call], forced: Mapping[str, torch.Tensor]
-) -> list[Stage]:
-    """One stage per fused indexer: by how much each run's selection is worse than the best in float64."""
-    stages: list[Stage] = []
+) -> dict[str, Stage]:
+    """One stage per fused indexer, under the name of the top-k that it replaced.
+
+    Its error is by how much the run's selection is worse than the best one in float64.
+    """
+    stages: dict[str, Stage] = {}
     for name, call in paired.items():
+        where = place_of(call.node) or call.node.name
         if name not in forced:
-            stages.append(Stage(place_of(call.node), "selection", 0.0, 0.0, 0.0, None, "shape unknown: not judged"))
+            stages[name] = Stage(where, "selection", 0.0, 0.0, 0.0, None, "shape unknown: not judged")
             continue
         errors, chosen = [], []
         for gold in (gold_eager, gold_k31):
@@ -61,5 +65,5 @@ def selection_stages(
         share = overlap(chosen[1], chosen[0], flat.shape[-1], hidden=flat == -torch.inf)
         dtype = call.args[0].dtype
         note = "" if share == 1 else "equal or nearly equal scores were chosen differently"
-        stages.append(judged(place_of(call.node), "selection", errors[0], errors[1], dtype, share, note))
+        stages[name] = judged(where, "selection", errors[0], errors[1], dtype, share, note)
     return stages

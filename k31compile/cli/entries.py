@@ -32,7 +32,7 @@ SHIPPED = {
     "pico": Shipped(chunk=48, history=80),
     "tiny": Shipped(chunk=48, history=80),
     "mini": Shipped(chunk=48, history=272),
-    "full": Shipped(chunk=48, history=4048),
+    "full": Shipped(chunk=16, history=4080),
 }
 """Names of shipped entries, each also as NAME:prefill and NAME:decode."""
 
