@@ -4,6 +4,7 @@ A mutant that is refused is killed. One that is accepted must give what the oper
 is equivalent. Anything else is a false positive, the worst that a recogniser can do.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class Mutant:
 
 
 def traced(fn, args):
-    """The functional graph that the passes are given."""
+    """The functional graph that the passes are given, and the order in which it takes the arguments."""
     kept = []
 
     def keep(module, inputs):
@@ -61,11 +62,19 @@ def traced(fn, args):
     with torch.no_grad():
         torch.compile(fn, backend=keep)(*args)
     (module,) = kept
-    return module
+    return module, _order(module, fn)
+
+
+def _order(module, fn):
+    """Which argument of `fn` each input of the graph is: Dynamo lists them by first use."""
+    names = list(inspect.signature(fn).parameters)
+    sources = [node.meta["source_name"] for node in module.graph.find_nodes(op="placeholder")]
+    return [names.index(source.removeprefix("l_").removesuffix("_")) for source in sources]
 
 
 def mutants(module: fx.GraphModule, nodes: set[str]) -> Iterator[Mutant]:
-    """Every change of one of `nodes`, which are names."""
+    """The graph as it is, then every change of one of `nodes`, which are names."""
+    yield Mutant("unchanged", copy_module(module))
     for node in module.graph.nodes:
         if node.name in nodes and node.op == "call_function":
             for label, change in _changes(node):
@@ -190,7 +199,7 @@ def judge(mutant: Mutant, recogniser, fresh: list[tuple], remember: bool = False
     for args in fresh:
         try:
             want = Steady(mutant.module).run(*args)
-        except (RuntimeError, IndexError):
+        except Exception:  # a mutant that torch or an operator refuses is no program
             continue
         ran += 1
         got = Steady(rewritten).run(*args)
