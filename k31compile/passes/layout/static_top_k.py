@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.value_ranges import bound_sympy
 
+from k31compile.graph.rewrite import same_sizes
 from k31compile.graph.sizes import value_of
 from k31compile.options import Options
 from k31compile.passes.registry import PassResult, register_pass
@@ -80,6 +81,8 @@ def _same(left: Any, right: Any) -> bool:
     """Whether two arguments are computed alike from the same nodes."""
     if left is right:
         return True
+    if isinstance(left, fx.Node) and isinstance(right, fx.Node) and isinstance(value_of(left), torch.SymInt):
+        return same_sizes([value_of(left)], [value_of(right)])
     if isinstance(left, fx.Node) and isinstance(right, fx.Node):
         return (
             left.op == right.op == "call_function"

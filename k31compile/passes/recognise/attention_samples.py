@@ -10,6 +10,7 @@ from torch import fx
 from k31compile.graph.dataflow import Dataflow
 from k31compile.graph.evaluate import run_in_float64
 from k31compile.graph.region import Region
+from k31compile.graph.sizes import Substitution
 from k31compile.kernels.visibility import visible_lengths
 from k31compile.passes.recognise.attention_anchor import is_indexer
 
@@ -51,7 +52,11 @@ class Producer:
         return self.is_known and self.hides_keys and not self.marks_empty
 
     def visible(
-        self, sample: Mapping[fx.Node, torch.Tensor], sizes: tuple[int, int, int], generator: torch.Generator
+        self,
+        sample: Mapping[fx.Node, torch.Tensor],
+        sizes: tuple[int, int, int],
+        substitution: Substitution,
+        generator: torch.Generator,
     ) -> torch.Tensor | None:
         """How many keys each row sees by the producer, [B, T]; None where nothing is known."""
         batch, rows, keys = sizes
@@ -61,7 +66,7 @@ class Producer:
             return torch.full((batch, rows), keys)
         if self.lengths is None:
             return torch.randint(1, keys + 1, (batch, rows), generator=generator)
-        values = run_in_float64(self.lengths, {n: sample[n] for n in self.lengths.leaves}, {})
+        values = run_in_float64(self.lengths, {n: sample[n] for n in self.lengths.leaves}, substitution)
         length_query = values[0] if self.has_rows else None
         length_key = values[-1] if self.has_lengths else None
         return visible_lengths((batch, rows), keys, length_query, length_key, self.sparse_mode, torch.device("cpu"))

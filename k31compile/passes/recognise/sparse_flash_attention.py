@@ -290,7 +290,9 @@ class AttentionReading(Reading):
             shape = shape_under(weight, self._sizes)
             sample[weight] = torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
         sample |= sample_counts(self.counts, lambda leaf: shape_under(leaf, self._sizes), t, s, generator, trial)
-        rows = index_rows((b, t, k, s), self.producer.visible(sample, (b, t, s), generator), self.producer, generator)
+        rows = index_rows(
+            (b, t, k, s), self.producer.visible(sample, (b, t, s), self._sizes, generator), self.producer, generator
+        )
         restored = self.index_layout.restore(rows, value_of(self.found.indices).dim())
         sample[self.found.indices] = restored.to(value_of(self.found.indices).dtype).contiguous()
         return sample
@@ -392,7 +394,7 @@ class AttentionReading(Reading):
         found = hypotheses(self.counts, self.index_layout.size("b", shape), self.index_layout.size("t", shape))
         if self.counts:
             found.append(Visibility(None, 0, 0, everything=True))
-        produced = self.producer.visible(sample, (b, t, s), torch.Generator().manual_seed(0))
+        produced = self.producer.visible(sample, (b, t, s), self._sizes, torch.Generator().manual_seed(0))
         if produced is None or self.producer.lengths is None:
             return found
         return sorted(found, key=lambda form: not torch.equal(form.visible(sample, b, t, s), produced))

@@ -81,7 +81,7 @@ class Visibility:
         base = self.start.canonical(values) + (self.offset - (rows if self.minus_rows else 0))
         if self.start.per_row:
             row = torch.arange(rows, device=query.device)[None, :]
-            seen = base + self.slope * row
+            seen = base + row if self.slope else base
             if self.rows is not None:
                 seen = torch.where(row < self.rows.canonical(values), seen, 0)
             return 0, None, seen.expand(batch, rows)
