@@ -92,6 +92,7 @@ class _Column:
             model=what,
             graphs=_graphs(self.task["column"]),
             report=_report(),
+            cached=_from_cache(),
             ties=None if ties is None else [ties.tied, ties.rows],
             threads=torch.get_num_threads(),
         )
@@ -164,6 +165,13 @@ def _graphs(column: str) -> int:
     if column.startswith("k31"):
         return len(reports())
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _from_cache() -> bool:
+    """Whether Inductor took any graph from what an earlier run has left: then the first run says little of its cost."""
+    import torch
+
+    return bool(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
 def _report() -> dict[str, Any] | None:

@@ -75,7 +75,8 @@ def show(data: dict[str, Any], out: Console) -> None:
             table.add_row(name, "left out", "", "", "", column["left_out"])
             continue
         speeds = (_speed(column[part]) for part in ("prefill", "decode"))
-        table.add_row(name, f"{column['first_run_s']:.1f} s", *speeds, str(column["graphs"]), _SAID[name])
+        first = f"{column['first_run_s']:.1f} s" + (" (cached)" if column["from_cache"] else "")
+        table.add_row(name, first, *speeds, str(column["graphs"]), _SAID[name])
     out.print(table)
     out.print(
         f"median of {data['rounds']} rounds in turns, lowest to highest in brackets; "
@@ -107,6 +108,7 @@ def _column(column: ColumnProcess, prompt: int) -> dict[str, Any]:
     return {
         "left_out": "",
         "first_run_s": column.built["seconds"],
+        "from_cache": column.built["cached"],
         "first_token_s": column.built["first_token"],
         "prefill": _spread([prompt / seconds for seconds in column.prefill]),
         "decode": _spread([1 / seconds for seconds in column.decode]),

@@ -38,7 +38,15 @@ def test_wrong_use_is_one_line_and_2(argv: list[str], says: str, k31: Run) -> No
 def built(tokens: list[int], **more: Any) -> dict[str, Any]:
     report = {"fused": {"static_top_k": 1}, "providers": {}, "nodes_before": 9, "nodes_after": 5}
     report |= {"refused": [], "notes": []}
-    given = {"margins": [0.5, 0.25], "ties": None, "model": "m", "threads": 2, "graphs": 2, "report": report}
+    given = {
+        "margins": [0.5, 0.25],
+        "ties": None,
+        "model": "m",
+        "threads": 2,
+        "graphs": 2,
+        "cached": False,
+        "report": report,
+    }
     return {"tokens": tokens, "seconds": 1.5, "first_token": 1.0, **given, **more}
 
 
