@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from k31compile.cli import console, target
 from k31compile.errors import NotBuiltYetError
@@ -49,7 +48,7 @@ def check(
 
 def _render(report: CheckReport, all_stages: bool, out: Console) -> None:
     out.print(report.headline(), markup=False, highlight=False)
-    table = Table("stage", "kind", "eager", "k31", "bound", "", "note")
+    table = console.table("stage", "kind", "eager", "k31", "bound", "", "note")
     for stage in report.stages if all_stages else _abridged(report.stages):
         note = stage.note if stage.overlap is None else f"{stage.overlap:.1%} the same keys  {stage.note}".rstrip()
         numbers = (f"{value:.1e}" for value in (stage.eager, stage.k31, stage.bound))

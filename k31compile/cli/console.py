@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from k31compile.errors import K31Error
 
@@ -48,6 +49,14 @@ def output() -> Console:
     if sys.stdout.isatty():
         return Console()
     return Console(soft_wrap=True, width=int(os.environ.get("COLUMNS", "0")) or _PLAIN_WIDTH)
+
+
+def table(*heads: str) -> Table:
+    """Return an empty table whose cells are folded, never cut, where the terminal is narrow."""
+    made = Table()
+    for head in heads:
+        made.add_column(head, overflow="fold")
+    return made
 
 
 def errors() -> Console:

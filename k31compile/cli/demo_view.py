@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from k31compile.cli import console
 from k31compile.cli.demo_process import ColumnProcess
 
 _SAID = {
@@ -32,7 +32,7 @@ def show_first(column: ColumnProcess, out: Console) -> None:
         highlight=False,
     )
     report = built["report"]
-    table = Table("fused", "call sites", "served by")
+    table = console.table("fused", "call sites", "served by")
     for name, count in report["fused"].items():
         provider = report["providers"].get(name, {})
         served = provider["why"] if provider else "part of lightning_indexer"
@@ -69,7 +69,7 @@ def result(columns: Sequence[ColumnProcess], task: dict[str, Any], rounds: int) 
 
 def show(data: dict[str, Any], out: Console) -> None:
     """Print the columns side by side."""
-    table = Table("column", "first run", "prefill tokens/s", "decode tokens/s", "graphs", "what it is")
+    table = console.table("column", "first run", "prefill tokens/s", "decode tokens/s", "graphs", "what it is")
     for name, column in data["columns"].items():
         if column["left_out"]:
             table.add_row(name, "left out", "", "", "", column["left_out"])

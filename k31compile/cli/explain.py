@@ -48,6 +48,8 @@ def explained(entry: Entry) -> Report:
     with entry.grad_mode():
         report = explain_call(entry.model, *entry.args, **entry.kwargs)  # type: ignore[arg-type]
     report.notes.extend(_meta_note(entry))
+    if entry.mode == "grad":
+        report.notes.append("the entry asks for gradients; k31 compiles for inference: this is the call without")
     return report
 
 

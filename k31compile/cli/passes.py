@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from k31compile.cli import console
 
@@ -35,10 +34,9 @@ def _described(one: Pass) -> dict[str, Any]:
 
 
 def _render(listed: list[dict[str, Any]], out: Console) -> None:
-    table = Table("", "pass", "fusion", "numerics", "needs", "after", "targets")
     for number, one in enumerate(listed, 1):
-        names = (", ".join(one[key]) for key in ("needs", "after", "targets"))
-        table.add_row(str(number), one["name"], one["fusion"], one["numerics"], *names)
-    out.print(table)
-    for one in listed:
-        out.print(f"{one['name']}: {one['summary']}", markup=False, highlight=False)
+        order = "".join(f", {key} {', '.join(one[key])}" for key in ("needs", "after") if one[key])
+        out.print(f"{number}. {one['name']}", style="bold", markup=False, highlight=False)
+        what = f"fusion {one['fusion']}, {one['numerics']}, targets {', '.join(one['targets'])}{order}"
+        for line in (what, one["summary"]):
+            out.print(f"   {line}", markup=False, highlight=False)
