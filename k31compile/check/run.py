@@ -50,7 +50,7 @@ def check(entry: Entry, against: str = "eager") -> CheckReport:
     report = CheckReport(**vars(Report.merge(catcher.reports)))
     # Outputs of the graphs as written, run node by node, against the model's own code: is the trace itself right?
     worst = max(map(relative_error, outputs, written), default=0.0)
-    if outputs:
+    if outputs and catcher.found:
         report.stages.append(judged("graphs against the model's code", "trace", 0.0, worst, outputs[0].dtype))
     report.stages.extend(stage for found in catcher.found for stage in found)
     return report

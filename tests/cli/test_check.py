@@ -128,6 +128,14 @@ def test_what_cannot_be_checked_is_refused() -> None:
         k31compile.check(k31compile.Entry("x", torch.relu, (torch.ones(2, device="meta"),)))
 
 
+def test_a_call_without_a_graph_is_not_called_right() -> None:
+    hidden = torch.compiler.disable(lambda x: x + 1)
+    report = k31compile.check(k31compile.Entry("hidden", lambda x: hidden(x), (torch.ones(2),)))
+    assert not report.ok
+    with pytest.raises(CheckError, match="nothing was compared"):
+        report.require_ok()
+
+
 def test_distances() -> None:
     gold = torch.tensor([1.0, -4.0, float("inf")], dtype=torch.float64)
     assert relative_error(gold, gold) == 0
