@@ -52,7 +52,8 @@ def operands(names, phase, dtype=torch.float32, seed=0, sizes=None):
     c, kr = normal(b, s, LATENT), normal(b, s, ROPE)
     pages, table = to_pages(c, generator)
     rope_pages = torch.zeros(*pages.shape[:2], ROPE, dtype=dtype)
-    rope_pages[table.reshape(-1)] = kr.reshape(-1, PAGE, ROPE)
+    if table.numel():
+        rope_pages[table.reshape(-1)] = kr.reshape(-1, PAGE, ROPE)
     weight = torch.nn.Parameter(normal(HEADS * (NOPE + V), LATENT) * 0.3, requires_grad=False)
     made = {
         "qi": normal(b, t, 4, 10),

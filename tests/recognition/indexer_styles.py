@@ -75,8 +75,13 @@ def operands(names, phase, dtype=torch.float32, seed=0, sizes=None):
 
 
 def to_pages(keys, generator, spare=3):
-    """Pages [blocks, PAGE, ...] that hold `keys` [B, S, ...] in shuffled blocks, and their table [B, S / PAGE]."""
+    """Pages [blocks, PAGE, ...] that hold `keys` [B, S, ...] in shuffled blocks, and their table [B, S / PAGE].
+
+    Empty ones where S is no multiple of a page.
+    """
     b, s = keys.shape[:2]
+    if s % PAGE:
+        return keys.new_zeros(1, PAGE, *keys.shape[2:]), torch.zeros(b, 0, dtype=torch.int64)
     count = b * s // PAGE
     table = (torch.randperm(count + spare - 1, generator=generator)[:count] + 1).view(b, s // PAGE)
     pages = torch.zeros(count + spare, PAGE, *keys.shape[2:], dtype=keys.dtype)
