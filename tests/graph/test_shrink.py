@@ -1,0 +1,114 @@
+"""Large sizes become small ones where each number has one meaning, and stay beyond every constant."""
+
+import pytest
+import torch
+from captured import sketch
+
+from k31compile.graph.constants import largest_constant
+from k31compile.graph.shrink import SMALL_COUNT, SMALL_KEYS, SMALL_ROWS, shrunk_pool, shrunk_sizes
+
+LENGTHS = {"b": 2, "t": 509, "s": 4016, "k": 1021}
+
+
+def test_rows_keys_and_count_become_small():
+    small = shrunk_sizes(LENGTHS, (3, 7))
+    assert (small[509], small[4016], small[1021]) == (SMALL_ROWS, SMALL_KEYS, SMALL_COUNT)
+
+
+def test_small_regions_are_left_as_they_are():
+    assert shrunk_sizes({"b": 2, "t": 5, "s": 40, "k": 4}, (3, 7)) == {}
+
+
+def test_a_decode_row_stays_one_row():
+    small = shrunk_sizes({**LENGTHS, "t": 1}, (3, 7))
+    assert 1 not in small
+    assert small[4016] == SMALL_KEYS
+
+
+def test_products_differences_and_neighbours_follow():
+    small = shrunk_sizes(LENGTHS, (3, 7))
+    assert small[4016 * 7] == SMALL_KEYS * 7
+    assert small[2 * 509 * 3] == 2 * SMALL_ROWS * 3
+    assert small[509 * 4016] == SMALL_ROWS * SMALL_KEYS
+    assert small[4016 - 509] == SMALL_KEYS - SMALL_ROWS
+    assert small[4016 + 1] == SMALL_KEYS + 1
+    assert small[509 - 1] == SMALL_ROWS - 1
+
+
+@pytest.mark.parametrize("letter", ["t", "s", "k"])
+def test_a_length_that_is_also_a_width_is_ambiguous(letter):
+    assert shrunk_sizes(LENGTHS, (3, LENGTHS[letter])) == {}
+
+
+def test_a_product_that_is_also_a_length_is_ambiguous():
+    # 512 rows of 8 heads are as many as the keys.
+    assert shrunk_sizes({**LENGTHS, "t": 512, "s": 4096}, (8,)) == {}
+
+
+def test_equal_rows_and_keys_shrink_to_one_size():
+    small = shrunk_sizes({**LENGTHS, "t": 4016}, (3, 7))
+    assert small[4016] == SMALL_KEYS
+
+
+@pytest.mark.parametrize("window", [64, 100, 1000])
+def test_a_window_forces_sizes_beyond_it(window):
+    small = shrunk_sizes(LENGTHS, (3, 7), beyond=window)
+    assert small[4016] > 2 * window
+    assert small.get(509, 509) >= min(509, 2 * window + 1)
+
+
+def test_a_window_as_long_as_half_the_keys_shrinks_nothing():
+    assert shrunk_sizes(LENGTHS, (3, 7), beyond=2048) == {}
+
+
+def test_keys_in_pages_are_whole_pages():
+    small = shrunk_sizes(LENGTHS, (3, 7), page=16)
+    assert small[4016] == 48
+    assert small[4016 // 16] == 3
+
+
+def test_a_pool_holds_all_requests_and_a_null_block():
+    small = shrunk_sizes(LENGTHS, (3, 7), page=16)
+    pool = shrunk_pool((1000, 16, 7), 2, small, 4016)
+    assert pool == {1000: 7, 16000: 112, 112000: 784}
+
+
+def test_a_pool_that_is_small_already_is_left():
+    small = shrunk_sizes(LENGTHS, (3, 7), page=16)
+    assert shrunk_pool((7, 16, 7), 2, small, 4016) == {}
+
+
+def constant(program, *args, lengths=()):
+    return largest_constant(sketch(program, *args).nodes, lengths)
+
+
+X = torch.randn(5, 7)
+ROW = torch.arange(7)
+
+CONSTANTS = {
+    "a window": (lambda x: x.masked_fill(torch.arange(5)[:, None] - 64 > ROW, 0), 64),
+    "a bound": (lambda x: x.masked_fill(ROW >= 33, 0), 33),
+    "a float bound": (lambda x: x * (x.sum() < 40.5), 41),
+    "the larger of two": (lambda x: x.masked_fill((ROW > 12) | (ROW + 90 < 3), 0), 90),
+    "a stride": (lambda x: x * (ROW // 48 * 1), 48),
+    "a small tensor": (lambda x: x + torch.tensor([17, 3, 1, 1, 1, 1, 1]), 17),
+    "no factor": (lambda x: x * 0.5 + 100.5, 0),
+    "no filling": (lambda x: x.masked_fill(x > 0, -1e9), 0),
+    "no shape": (lambda x: x.reshape(35, 1).expand(35, 60).sum(1).view(5, 7), 0),
+    "no infinity": (lambda x: x * (x > -float("inf")), 0),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_the_largest_constant(name):
+    program, expected = CONSTANTS[name]
+    assert constant(program, X) == expected
+
+
+def test_lengths_and_their_differences_are_no_constants():
+    def program(x):
+        row = torch.arange(7)
+        return x * (row + 30 > 29) * (row - 12) * (row < 18)
+
+    assert constant(program, X) == 30
+    assert constant(program, X, lengths=(30, 12, 7)) == 0
