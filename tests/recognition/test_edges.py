@@ -189,9 +189,7 @@ def test_dynamic_shapes_make_no_more_graphs_than_eager(name):
     style = STYLES[name]
     sizes = [(2, t, s, 3, 10) for t, s in ((6, 24), (9, 36), (12, 48), (7, 200))]
     calls = [operands(style.arguments, "prefill", seed=i, sizes=size) for i, size in enumerate(sizes)]
-    assert graphs_of(style.fn, calls, dynamic=True, **OURS) == graphs_of(
-        style.fn, calls, dynamic=True, backend="eager"
-    )
+    assert graphs_of(style.fn, calls, dynamic=True, **OURS) == graphs_of(style.fn, calls, dynamic=True, backend="eager")
     fn = compiled(style.fn, dynamic=True)
     torch._dynamo.reset()
     with torch.no_grad():
@@ -333,6 +331,7 @@ def test_empty_slots_filled_with_zero():
     assert torch.equal(result.got, result.want)
 
 
+@pytest.mark.slow
 def test_bf16_selects_as_eager_does():
     """Row A8: T = 512, k = 64, random bf16 with fp32 scores; in fp32 the sets are identical."""
 

