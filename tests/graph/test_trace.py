@@ -34,7 +34,7 @@ def test_composite_operators_stay_whole(name):
         lambda x: x.clone().relu_(),
         lambda x: F.relu(x, inplace=False),
     ],
-    ids=["method", "function", "functional", "module", "in_place", "keyword"],
+    ids=["method", "function", "functional", "module", "in_place"],
 )
 def test_one_spelling_an_operator(spelling):
     captured = capture(lambda x: spelling(x) + 1, torch.randn(4))

@@ -99,3 +99,25 @@ def test_copies_come_last_and_in_the_order_of_the_inputs():
 def test_an_input_that_is_only_read_is_not_copied():
     captured = capture(lambda x, y: (x + 1).mul_(y), *inputs())
     assert "copy_" not in captured.operators
+
+
+@pytest.mark.xfail(strict=True, reason="inputs that share memory are traced as if they did not")
+def test_a_write_is_seen_through_another_input_of_the_same_memory():
+    def program(pool, row):
+        pool.add_(1)
+        row.add_(1)
+        return row * 2
+
+    ours, theirs = torch.zeros(3, 4), torch.zeros(3, 4)
+    expected = program(theirs, theirs[1])
+    torch.testing.assert_close(capture(program, ours, ours[1]).results, expected)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.xfail(strict=True, reason="the new value is returned instead of the input that it was copied to")
+def test_a_returned_input_is_the_input():
+    def program(cache):
+        return cache.add_(1)
+
+    cache = torch.zeros(3, 4)
+    assert capture(program, cache).results.data_ptr() == cache.data_ptr()
