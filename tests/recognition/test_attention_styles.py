@@ -5,7 +5,7 @@ import torch
 from attention_styles import STYLES, operands
 from running import relative_error, run
 
-PHASES = ("prefill", "square", "decode")
+PHASES = ("prefill", pytest.param("square", marks=pytest.mark.slow), "decode")
 MISSED = {
     "dummy_column": "-1 set by a comparison of the chosen keys with the position: the indexer is refused",
     "gated_output": "-1 set by a comparison of the chosen keys with the position: the indexer is refused",

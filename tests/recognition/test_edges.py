@@ -184,7 +184,15 @@ def graphs_of(fn, calls, **how):
 OURS = {"backend": "k31", "options": {"codegen": "ops"}}
 
 
-@pytest.mark.parametrize("name", ["matmul_row", "einsum_triu", "paged_gather", "broadcast_sum"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matmul_row",
+        pytest.param("einsum_triu", marks=pytest.mark.slow),
+        pytest.param("paged_gather", marks=pytest.mark.slow),
+        pytest.param("broadcast_sum", marks=pytest.mark.slow),
+    ],
+)
 def test_dynamic_shapes_make_no_more_graphs_than_eager(name):
     style = STYLES[name]
     sizes = [(2, t, s, 3, 10) for t, s in ((6, 24), (9, 36), (12, 48), (7, 200))]

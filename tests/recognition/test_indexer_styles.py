@@ -6,7 +6,7 @@ from indexer_styles import STYLES, K, operands
 from running import assert_same_sets, overlap, run
 from stable_topk import stable_eager
 
-PHASES = ("prefill", "square", "decode")
+PHASES = ("prefill", pytest.param("square", marks=pytest.mark.slow), "decode")
 MISSED = {
     "additive_finfo": "an unordered top-k lists hidden keys among the seen ones, and is refused",
     "marks_by_length": "the mark reads the length through another view than the mask, and is refused without a reason",
@@ -31,6 +31,7 @@ def test_style_is_fused_and_selects_the_same(name, phase):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_style_in_float64(name):
     style = STYLES[name]
     result = run(style.fn, *operands(style.arguments, "prefill", torch.float64, seed=3))
