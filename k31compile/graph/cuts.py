@@ -17,6 +17,7 @@ Eligible = Callable[[fx.Node], bool]
 
 # How far above the core the search may look; without a bound the cost is quadratic in a model's depth.
 WINDOW_NODES = 600
+WINDOW_OPERANDS = 3
 
 _VIEWS = {
     ATEN.view.default,
@@ -128,7 +129,7 @@ def _sliced_base(node: fx.Node) -> fx.Node:
 def _nearest_cut(
     flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node]
 ) -> tuple[fx.Node, ...] | Leak:
-    window = _window(flow, inside, kept)
+    window = _window(flow, inside, eligible, kept)
     graph: nx.DiGraph = nx.DiGraph()
     for node in window:
         if node in kept or eligible(node):
@@ -157,20 +158,25 @@ def _nearest_cut(
     return tuple(flow.in_order(n for n in window if (n, "in") in reached and (n, "out") not in reached))
 
 
-def _window(flow: Dataflow, inside: Collection[fx.Node], kept: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes above the core, breadth first, up to a bound; the search does not look behind kept leaves."""
-    window: set[fx.Node] = set()
-    front = [s for node in inside for s in flow.inputs[node]]
-    while front and len(window) < WINDOW_NODES:
-        following: list[fx.Node] = []
-        for node in front:
-            if node in window or node in inside or node in flow.constants:
+def _window(flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes above the core, breadth first, up to a few eligible values on every way and a bound on all.
+
+    The nearest minimum cut is seldom beyond the second value that could be an operand; what lies further up is the
+    rest of the model. The search does not look behind kept leaves.
+    """
+    passed: dict[fx.Node, int] = {}
+    front = [(s, 0) for node in inside for s in flow.inputs[node]]
+    while front and len(passed) < WINDOW_NODES:
+        following: list[tuple[fx.Node, int]] = []
+        for node, count in front:
+            if node in inside or node in flow.constants or passed.get(node, count + 1) <= count:
                 continue
-            window.add(node)
-            if node not in kept:
-                following.extend(flow.inputs[node])
+            passed[node] = count
+            if node not in kept and count < WINDOW_OPERANDS:
+                is_operand = not is_view(node) and node.target is not ATEN._to_copy.default and eligible(node)
+                following.extend((source, count + is_operand) for source in flow.inputs[node])
         front = following
-    return window
+    return set(passed)
 
 
 def _leaking_path(graph: nx.DiGraph) -> tuple[fx.Node, ...]:

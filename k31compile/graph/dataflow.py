@@ -94,7 +94,19 @@ class Dataflow:
 
     def between(self, starts: Iterable[fx.Node], ends: Iterable[fx.Node]) -> set[fx.Node]:
         """All nodes on a path from `starts` to `ends`, both included."""
-        return self.descendants(starts) & self.ancestors(ends)
+        first = list(starts)
+        if not first:
+            return set()
+        earliest = min(self.position[node] for node in first)
+        above = self.ancestors(ends, stop=lambda node: self.position[node] <= earliest)
+        inside: set[fx.Node] = set()
+        todo = [node for node in first if node in above]
+        while todo:
+            node = todo.pop()
+            if node not in inside:
+                inside.add(node)
+                todo.extend(user for user in self.users[node] if user in above)
+        return inside
 
     def post_dominators(self, node: fx.Node) -> Iterator[fx.Node]:
         """The nodes that every path from `node` out of the graph passes, nearest first."""

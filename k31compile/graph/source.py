@@ -22,5 +22,5 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    return re.sub(r"\['?([^'\]]+)'?\]", r".\1", path.removeprefix("L.").removeprefix("self.")).strip(".")
+    path = re.sub(r"\['?([^'\]]+)'?\]", r".\1", str(list(stack.values())[-1][0])).strip(".")
+    return path.removeprefix("L.").removeprefix("self").removeprefix(".")

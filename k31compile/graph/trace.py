@@ -16,6 +16,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from k31compile.errors import TraceError
@@ -98,17 +99,32 @@ def _functional(module: fx.GraphModule) -> Callable[..., Any]:
         with mode, fx.traceback.preserve_node_meta():
             wrapped = [FunctionalTensor.to_functional(x) if isinstance(x, torch.Tensor) else x for x in inputs]
             outputs = fx.Interpreter(module).run(*wrapped)
-        outputs = pytree.tree_map(_unwrap, outputs)
+        storages = {_storage(f): (v, f) for v, f in zip(inputs, wrapped, strict=True) if isinstance(f, FunctionalTensor)}
+        values = pytree.tree_map(_unwrap, outputs)
         for value, functional in zip(inputs, wrapped, strict=True):
             if isinstance(functional, FunctionalTensor) and _was_mutated(functional):
                 value.copy_(_unwrap(functional))
-        return outputs
+        return pytree.tree_map(lambda out, value: _as_alias(out, value, storages), outputs, values)
 
     return run
 
 
 def _was_mutated(tensor: FunctionalTensor) -> bool:
     return bool(torch._functionalize_has_data_mutation(tensor.elem))  # type: ignore[attr-defined]
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _as_alias(output: Any, value: Any, storages: dict[StorageWeakRef, tuple[torch.Tensor, FunctionalTensor]]) -> Any:
+    """An output that is an input, or a view of one, is given as that: the caller keeps what he had."""
+    if not isinstance(output, FunctionalTensor) or _storage(output) not in storages:
+        return value
+    given, functional = storages[_storage(output)]
+    if output is functional:
+        return given
+    return given.as_strided(output.size(), output.stride(), output.storage_offset())
 
 
 def _unwrap(value: Any) -> Any:
