@@ -106,8 +106,6 @@ class Options:
 
     def fuses(self, name: str) -> bool:
         """Tell whether the fusion of this name may happen."""
-        if name not in FUSIONS:
-            raise OptionError(f"there is no fusion {name!r}", hint=_nearest(name, FUSIONS))
         return self.fuse == "all" or name in self.fuse
 
     def to_dict(self) -> dict[str, Any]:

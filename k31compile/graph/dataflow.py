@@ -51,7 +51,7 @@ class Dataflow:
     """An index of one graph; make a new one after each rewrite."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        """Index `graph`, which must be functional: mutations only as `copy_` nodes that nobody reads."""
+        """Index `graph`, which must be functional: mutations only as final `copy_` nodes, read by outputs alone."""
         self.graph = graph
         self.nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}

@@ -35,6 +35,8 @@ def reinplace_cache_writes(module: fx.GraphModule) -> int:
             continue
         for write in writes:
             _write_in_place(graph, write)
+        # What read the updated input, as an output or a view of it, reads the input itself.
+        copy.replace_all_uses_with(target)
         graph.erase_node(copy)
         removed += 1
     module.recompile()
