@@ -156,7 +156,9 @@ def test_beyond_the_window_nothing_is_looked_for(monkeypatch):
     assert len(leak.path) == 5
 
 
-def test_a_wide_model_costs_no_more_than_its_window(monkeypatch):
+def test_no_more_than_the_window_is_asked_about(monkeypatch):
     monkeypatch.setattr(cuts, "WINDOW_NODES", 12)
     captured = sketch(chain, X)
-    assert len(cuts._window(captured.flow, {captured.named("sum")}, ())) == 12
+    asked = set()
+    leaves_of(captured, ["sum"], lambda node: asked.add(node) or False)
+    assert 0 < len(asked) <= 12

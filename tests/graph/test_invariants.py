@@ -13,7 +13,7 @@ ATEN = torch.ops.aten
 
 def program(cache, x):
     cache.add_(x)
-    return x.sin(), x.t().cos()
+    return x.sin(), x.t().cos(), x.sum(0)
 
 
 def made():
@@ -55,11 +55,11 @@ def drop_an_output(module):
 
 def none_for_an_output(module):
     output = module.graph.output_node()
-    output.args = ((output.args[0][0], None),)
+    output.args = ((output.args[0][0], None, output.args[0][2]),)
 
 
 def use_before_definition(module):
-    sin, cos = module.graph.output_node().args[0]
+    sin, cos, _ = module.graph.output_node().args[0]
     sin.args = (cos,)
 
 
@@ -67,11 +67,17 @@ def wrong_arguments(module):
     module.graph.output_node().args[0][0].args = (3, 4)
 
 
+def another_argument(module):
+    node = module.graph.output_node().args[0][2]
+    node.args = (node.args[0], [1])
+
+
 BREAKS = {
+    "argument": (another_argument, "output 2 from"),
     "dtype": (lambda m: wrap(m, 0, ATEN.to.dtype, torch.float64), "output 0 from"),
     "shape": (lambda m: wrap(m, 0, ATEN.unsqueeze.default, 0), "output 0 from"),
     "stride": (lambda m: wrap(m, 1, ATEN.contiguous.default), "output 1 from"),
-    "another output": (drop_an_output, "number of outputs from 2 to 1"),
+    "another output": (drop_an_output, "number of outputs from 3 to 1"),
     "no tensor": (none_for_an_output, "outputs?"),
     "lost mutation": (lose_the_mutation, "mutated inputs"),
     "moved mutation": (mutate_another, "mutated inputs"),
@@ -81,7 +87,13 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", BREAKS)
+def expected():
+    reason = "a node whose plain arguments alone changed is not run anew"
+    stale = pytest.mark.xfail(strict=True, reason=reason)
+    return [pytest.param(name, marks=stale) if name == "argument" else name for name in BREAKS]
+
+
+@pytest.mark.parametrize("name", expected())
 def test_a_break_is_named(name):
     spoil, words = BREAKS[name]
     before = made().module

@@ -1,6 +1,5 @@
 """A node tells the user's file, line and module."""
 
-import pytest
 import torch
 from captured import capture
 from torch import fx, nn
@@ -57,7 +56,6 @@ def test_a_node_without_a_trace_is_called_by_its_name():
     assert source_line(graph.placeholder("cache")) == "node cache"
 
 
-@pytest.mark.xfail(strict=True, reason="the path begins with L.self.")
 def test_the_module_path_is_qualified():
     captured = capture(Outer(), torch.randn(3))
     relus = captured.module.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)

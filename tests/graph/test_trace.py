@@ -32,7 +32,6 @@ def test_composite_operators_stay_whole(name):
         F.relu,
         nn.ReLU(),
         lambda x: x.clone().relu_(),
-        lambda x: F.relu(x, inplace=False),
     ],
     ids=["method", "function", "functional", "module", "in_place"],
 )

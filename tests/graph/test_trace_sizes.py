@@ -11,7 +11,7 @@ from k31compile.graph.trace import trace_functional
 def attend(q, k):
     scores = torch.einsum("btd,bsd->bts", q, k)
     hidden = torch.arange(k.shape[1]) > torch.arange(q.shape[1])[:, None] + (k.shape[1] - q.shape[1])
-    best = scores.masked_fill(hidden, float("-inf")).topk(min(4, k.shape[1]), dim=-1).indices
+    best = scores.masked_fill(hidden, float("-inf")).topk(min(11, k.shape[1]), dim=-1).indices
     return k.gather(1, best.reshape(q.shape[0], -1, 1).expand(-1, -1, k.shape[2])).sum(1)
 
 
@@ -28,7 +28,7 @@ def compilations(backend):
     generator, results = torch.Generator().manual_seed(0), []
     for length in range(6, 18):
         k = torch.randn(2, length, 8, generator=generator)
-        torch._dynamo.mark_dynamic(k, 1, min=5, max=64)
+        torch._dynamo.mark_dynamic(k, 1)
         results.append(compiled(k[:, -1:].clone(), k))
     return len(graphs), results
 
