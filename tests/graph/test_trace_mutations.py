@@ -135,3 +135,46 @@ def test_a_returned_view_of_an_input_is_one(name):
 def test_a_returned_copy_is_none():
     cache = torch.zeros(3, 4)
     assert capture(lambda cache: cache.add_(1).clone(), cache).results.data_ptr() != cache.data_ptr()
+
+
+def rows_of_a_pool(program):
+    """Compile once for the first row of a pool, call for the second."""
+    pool = torch.arange(24.0).view(2, 3, 4)
+    captured = capture(program, pool[0])
+    return captured.run(pool[1])[0], program(torch.arange(24.0).view(2, 3, 4)[1])
+
+
+@pytest.mark.xfail(strict=True, reason="as_strided takes the storage offset of the example, which nobody guards")
+@pytest.mark.parametrize("program", [lambda c: c.view(-1), lambda c: c.add_(1)[1]], ids=["view", "written"])
+def test_a_returned_view_of_another_part_of_a_pool(program):
+    got, expected = rows_of_a_pool(program)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.xfail(strict=True, reason="as_strided keeps the dtype of the input")
+@pytest.mark.parametrize(
+    "program",
+    [lambda c: c.view(torch.int32), lambda c: torch.view_as_complex(c.view(3, 2, 2))],
+    ids=["integers", "complex"],
+)
+def test_a_returned_view_of_another_type(program):
+    cache = torch.arange(12.0).view(3, 4)
+    got, expected = capture(program, cache).results, program(cache)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.xfail(strict=True, reason="inputs that share memory are traced as if they did not")
+def test_a_write_to_a_buffer_is_seen_through_a_view_of_it():
+    class Cache(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(3, 4))
+            self.latent = self.cache[:, :2]
+
+        def forward(self, x):
+            self.cache.index_add_(0, torch.tensor([1]), x)
+            return self.latent * 2
+
+    x = torch.ones(1, 4)
+    torch.testing.assert_close(capture(Cache(), x).results, Cache()(x))

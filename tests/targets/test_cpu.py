@@ -70,3 +70,23 @@ def test_the_report_of_a_step_names_no_fallback():
     with torch.no_grad():
         compiled("ops")(*arguments())
     assert k31compile.last_report().notes == []
+
+
+def test_a_fused_reader_behind_a_write_still_reads_the_old_cache():
+    """The scores are taken before the write, the best of them after it: the operator stands after it."""
+
+    def program(q, cache, w, x):
+        scores = (w.unsqueeze(-1) * torch.einsum("bthd,bsd->bths", q, cache).relu()).sum(2)
+        cache[:, 3] = x
+        return scores.topk(4, dim=-1).indices
+
+    generator = torch.Generator().manual_seed(0)
+    q, cache, w = (torch.randn(shape, generator=generator) for shape in ((2, 5, 3, 8), (2, 13, 8), (2, 5, 3)))
+    w, x = w.abs(), torch.full((8,), 9.0)
+    ours, theirs = cache.clone(), cache.clone()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(program, backend="k31", options={"codegen": "ops"})(q, ours, w, x)
+    assert k31compile.last_report().fused == {"lightning_indexer": 1}
+    assert torch.equal(got.sort(-1).values, program(q, theirs, w, x).sort(-1).values)
+    assert torch.equal(ours, theirs)

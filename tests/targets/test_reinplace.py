@@ -226,6 +226,45 @@ def test_an_early_view_that_is_read_late_blocks_the_write():
     assert reinplace_cache_writes(captured.module) == 0
 
 
+VIEWS = {
+    "slice": (ATEN.slice.Tensor, (0, 1, 3)),
+    "transpose": (ATEN.transpose.int, (0, 1)),
+    "permute": (ATEN.permute.default, ([1, 0],)),
+    "unsqueeze": (ATEN.unsqueeze.default, (0,)),
+    "expand": (ATEN.expand.default, ([2, 4, 6],)),
+    "alias": (ATEN.alias.default, ()),
+    "detach": (ATEN.detach.default, ()),
+    "squeeze": (ATEN.squeeze.default, ()),
+    "diagonal": (ATEN.diagonal.default, ()),
+    "as_strided": (ATEN.as_strided.default, ([2, 6], [6, 1], 6)),
+    "unfold": (ATEN.unfold.default, (0, 2, 1)),
+    "view of another type": (ATEN.view.dtype, (torch.int32,)),
+    "view_as": (ATEN._reshape_alias.default, ([24], [1])),
+}
+UNKNOWN_VIEWS = {"diagonal", "as_strided", "unfold", "view of another type", "view_as"}
+
+
+def views():
+    unknown = pytest.mark.xfail(strict=True, reason="no view that is_view knows")
+    return [pytest.param(name, marks=unknown) if name in UNKNOWN_VIEWS else name for name in VIEWS]
+
+
+@pytest.mark.parametrize("name", views())
+def test_whatever_views_the_old_value_blocks_the_write(name):
+    """A rewrite puts a reader where its result is needed, which may be behind a write; its operand is an early view."""
+    operator, arguments = VIEWS[name]
+    captured = graph_with(LATE_READS["itself"])
+    graph = captured.module.graph
+    late = graph.output_node().args[0][1]
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")):
+        view = call(graph, operator, captured.input(0), *arguments)
+    late.args = (view, 3)
+    captured.module.recompile()
+    expected = captured.run(*cache_and_rows())
+    reinplace_cache_writes(captured.module)
+    assert all(map(torch.equal, captured.run(*cache_and_rows()), expected))
+
+
 def test_an_old_value_that_is_an_output_blocks_the_write():
     captured = graph_with(lambda graph, cache: call(graph, ATEN.select.int, cache, 0, 2))
     assert reinplace_cache_writes(captured.module) == 0
