@@ -11,7 +11,8 @@ import networkx as nx
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
-from k31compile.graph.sizes import is_integer, is_tensor, nbytes_of, numel_of
+from k31compile.graph.sizes import is_integer, nbytes_of
+from k31compile.graph.views import is_view, same_size_base
 
 Eligible = Callable[[fx.Node], bool]
 
@@ -19,56 +20,12 @@ Eligible = Callable[[fx.Node], bool]
 WINDOW_NODES = 600
 WINDOW_OPERANDS = 3
 
-_VIEWS = {
-    ATEN.view.default,
-    ATEN.reshape.default,
-    ATEN._unsafe_view.default,
-    ATEN.unsqueeze.default,
-    ATEN.squeeze.dim,
-    ATEN.squeeze.dims,
-    ATEN.squeeze.default,
-    ATEN.transpose.int,
-    ATEN.permute.default,
-    ATEN.t.default,
-    ATEN.expand.default,
-    ATEN.select.int,
-    ATEN.slice.Tensor,
-    ATEN.alias.default,
-    ATEN.detach.default,
-    ATEN.clone.default,
-    ATEN.contiguous.default,
-    ATEN.unflatten.int,
-    ATEN.flatten.using_ints,
-    ATEN.mT.default,
-    ATEN.numpy_T.default,
-    ATEN.movedim.int,
-    ATEN.chunk.default,
-    ATEN.split.Tensor,
-    ATEN.split_with_sizes.default,
-    ATEN.unbind.int,
-}
-
 
 @dataclass(frozen=True)
 class Leak:
     """No finite cut: a path from an input of the graph to the core along which nothing fits a role."""
 
     path: tuple[fx.Node, ...]
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the node only moves, selects or copies elements of its first argument."""
-    return node.target in _VIEWS or getattr(node.target, "__name__", "") == "getitem"
-
-
-def same_size_base(node: fx.Node) -> fx.Node:
-    """The node that a chain of same-size views started from."""
-    while is_view(node) and is_tensor(node):
-        source = node.args[0]
-        if not isinstance(source, fx.Node) or not is_tensor(source) or numel_of(source) != numel_of(node):
-            break
-        node = source
-    return node
 
 
 def find_leaves(

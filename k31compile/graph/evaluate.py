@@ -1,6 +1,7 @@
 """Run a region as it stands in the user's graph, in float64, on tensors of our choice."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +20,23 @@ def run_in_float64(region: Region, leaves: Mapping[fx.Node, torch.Tensor], subst
     """
     values: Values = dict(leaves)
     last_use = _last_uses(region)
-    with torch.no_grad():
+    with torch.no_grad(), _float64_by_default():
         for i, node in enumerate(region.nodes):
             values[node] = _run_node(node, values, substitution)
             for dead in last_use.get(i, ()):
                 values.pop(dead, None)
     return [values[output] for output in region.outputs]
+
+
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """Factories and quotients of integers give the default type: it must not bring float32's rounding in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _run_node(node: fx.Node, values: Values, substitution: Substitution) -> Any:

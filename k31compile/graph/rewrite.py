@@ -60,6 +60,8 @@ def _trace(
 
     def run(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = build(*values)
+        for result, old in zip(results, expected, strict=True):
+            _require_same(result, old)
         return tuple(_with_strides_of(r, e) for r, e in zip(results, expected, strict=True))
 
     values = [value_of(leaf) for leaf in leaves]
@@ -67,9 +69,6 @@ def _trace(
     with fake_mode, enable_python_dispatcher(), torch.no_grad():
         traced = make_fx(run, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     traced.graph.eliminate_dead_code()
-    results: Any = traced.graph.output_node().args[0]
-    for node, old in zip(results, expected, strict=True):
-        _require_same(value_of(node), old)
     return traced
 
 

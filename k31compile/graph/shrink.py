@@ -44,7 +44,7 @@ def _with_derived(small: Mapping[int, int], lengths: Mapping[str, int], others: 
     def reduced(size: int) -> int:
         return small.get(size, size)
 
-    derived = dict(small)
+    derived, ambiguous = dict(small), set[int]()
     pairs = [(s - t + shift, reduced(s) - reduced(t) + shift) for shift in (-1, 0, 1)]
     pairs += [(size + shift, reduced(size) + shift) for size in small for shift in (-1, 1)]
     factors = [b, *others]
@@ -56,9 +56,10 @@ def _with_derived(small: Mapping[int, int], lengths: Mapping[str, int], others: 
                 full, less = full * size, less * reduced(size)
             pairs.append((full, less))
     for full, less in pairs:
-        if full > _LARGE and full not in others and derived.setdefault(full, less) != less and full in small:
-            return {}
-    return derived
+        if full > _LARGE and full not in others and derived.setdefault(full, less) != less:
+            ambiguous.add(full)
+    # A number with two meanings stays as it is: the run then fails, and the real sizes are tried.
+    return {} if ambiguous & set(small) else {full: less for full, less in derived.items() if full not in ambiguous}
 
 
 def shrunk_pool(shape: Sequence[int], batch: int, small: Mapping[int, int], keys: int) -> dict[int, int]:

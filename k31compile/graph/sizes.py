@@ -36,7 +36,7 @@ def substitute(size: Any, substitution: Substitution) -> int:
     value = expression_of(size).xreplace(symbols)
     if value.free_symbols:
         env = size.node.shape_env
-        value = value.xreplace({s: sympy.Integer(env.var_to_val[s]) for s in value.free_symbols})
+        value = value.xreplace({s: sympy.Integer(env.backed_var_to_val[s]) for s in value.free_symbols})
     return int(value)
 
 

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from k31compile.errors import TraceError
+from k31compile.graph.views import COPIES, is_view
 
 ATEN = torch.ops.aten
 
@@ -59,17 +60,20 @@ def trace_functional(module: fx.GraphModule, example_inputs: Sequence[Any]) -> f
     """
     fake_mode = current_fake_mode()
     inputs = fake_inputs(example_inputs, fake_mode)
+    aliases: set[int] = set()
     try:
         with fake_mode, enable_python_dispatcher(), _quiet(), _plain_grad_state():
-            traced = make_fx(_functional(module), pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(
-                *inputs
-            )
+            program = _functional(module, aliases)
+            tracer = make_fx(program, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
+            traced = tracer(*inputs)
     except Exception as error:
         raise TraceError(
             f"the graph could not be traced functionally: {type(error).__name__}: {str(error).splitlines()[0]}",
             hint="the graph goes to Inductor as it is; please report it with the model's code",
         ) from error
     _mark_inputs(traced, module, example_inputs)
+    _refuse_shared_memory(traced, example_inputs)
+    _return_inputs_themselves(traced, aliases)
     _specialise_floats(traced)
     drop_asserts(traced)
     return traced
@@ -93,18 +97,22 @@ def drop_asserts(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _functional(module: fx.GraphModule) -> Callable[..., Any]:
+def _functional(module: fx.GraphModule, aliases: set[int]) -> Callable[..., Any]:
+    """The program to trace; `aliases` receives which of its outputs share memory with a mutated input."""
+
     def run(*inputs: Any) -> Any:
         mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
         with mode, fx.traceback.preserve_node_meta():
             wrapped = [FunctionalTensor.to_functional(x) if isinstance(x, torch.Tensor) else x for x in inputs]
             outputs = fx.Interpreter(module).run(*wrapped)
-        storages = {_storage(f): (v, f) for v, f in zip(inputs, wrapped, strict=True) if isinstance(f, FunctionalTensor)}
-        values = pytree.tree_map(_unwrap, outputs)
+        storages = {_storage(f) for f in wrapped if isinstance(f, FunctionalTensor) and _was_mutated(f)}
+        flat = pytree.tree_leaves(outputs)
+        aliases.update(i for i, o in enumerate(flat) if isinstance(o, FunctionalTensor) and _storage(o) in storages)
+        outputs = pytree.tree_map(_unwrap, outputs)
         for value, functional in zip(inputs, wrapped, strict=True):
             if isinstance(functional, FunctionalTensor) and _was_mutated(functional):
                 value.copy_(_unwrap(functional))
-        return pytree.tree_map(lambda out, value: _as_alias(out, value, storages), outputs, values)
+        return outputs
 
     return run
 
@@ -117,14 +125,32 @@ def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _as_alias(output: Any, value: Any, storages: dict[StorageWeakRef, tuple[torch.Tensor, FunctionalTensor]]) -> Any:
-    """An output that is an input, or a view of one, is given as that: the caller keeps what he had."""
-    if not isinstance(output, FunctionalTensor) or _storage(output) not in storages:
-        return value
-    given, functional = storages[_storage(output)]
-    if output is functional:
-        return given
-    return given.as_strided(output.size(), output.stride(), output.storage_offset())
+def _return_inputs_themselves(module: fx.GraphModule, aliases: set[int]) -> None:
+    """Give outputs that are a mutated input, or views of one, as that: the caller keeps the tensor that he had.
+
+    The views are made again from the `copy_` of the final value, which is the input.
+    """
+    output = module.graph.output_node()
+    updated = {n.args[1]: n for n in module.graph.find_nodes(op="call_function", target=ATEN.copy_.default)}
+    flat, spec = pytree.tree_flatten(output.args[0])
+    with module.graph.inserting_before(output):
+        for i in aliases:
+            flat[i] = _made_from(flat[i], updated, module.graph) or flat[i]
+    output.args = (pytree.tree_unflatten(flat, spec),)
+
+
+def _made_from(node: fx.Node, updated: dict[Any, fx.Node], graph: fx.Graph) -> fx.Node | None:
+    chain: list[fx.Node] = []
+    while node not in updated:
+        if not is_view(node) or node.target in COPIES or not isinstance(node.args[0], fx.Node):
+            return None
+        chain.append(node)
+        node = node.args[0]
+    made = updated[node]
+    for view in reversed(chain):
+        source, base = view.args[0], made
+        made = graph.node_copy(view, lambda n, source=source, base=base: base if n is source else n)  # type: ignore[misc]
+    return made
 
 
 def _unwrap(value: Any) -> Any:
@@ -132,6 +158,38 @@ def _unwrap(value: Any) -> Any:
         return value
     torch._sync(value)  # type: ignore[attr-defined, no-untyped-call]
     return torch._from_functional_tensor(value.elem)
+
+
+def _refuse_shared_memory(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Raise TraceError where a write to one input would be seen through another: the trace takes them for separate."""
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    tensors = [(n, e) for n, e in zip(placeholders, example_inputs, strict=True) if isinstance(e, torch.Tensor)]
+    written = {n.args[0] for n in traced.graph.find_nodes(op="call_function", target=ATEN.copy_.default)}
+    for node, tensor in tensors:
+        for other, same in tensors:
+            if node in written and other is not node and _overlap(tensor, same):
+                raise TraceError(
+                    f"{node.meta['source_name']} and {other.meta['source_name']} share memory and one is written",
+                    hint="give the model separate tensors; this graph runs unfused",
+                )
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if isinstance(left, FakeTensor) or isinstance(right, FakeTensor) or left.device != right.device:
+        return False
+    if left.device.type == "meta" or left.numel() == 0 or right.numel() == 0:
+        return False
+    if left.untyped_storage().data_ptr() != right.untyped_storage().data_ptr():
+        return False
+    (a, b), (c, d) = _extent(left), _extent(right)
+    return a < d and c < b
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes from the first element to behind the last, in the storage."""
+    span = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    return first, first + span * tensor.element_size()
 
 
 def _mark_inputs(traced: fx.GraphModule, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -41,7 +41,7 @@ class Pass:
     Attributes:
         name: verb first, the name of its file.
         fusion: the name by which `fuse=[...]` switches it and the report counts it.
-        needs: fusions that must have run for it to find anything.
+        needs: passes that must have run for it to find anything.
         after: passes that must run earlier.
         targets: where it applies; "all" for everywhere.
         numerics: what it does to the numbers.

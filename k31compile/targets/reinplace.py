@@ -6,8 +6,10 @@ without it every decode step would copy whole caches.
 
 from torch import fx
 
-from k31compile.graph.cuts import is_view
 from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.rewrite import same_strides
+from k31compile.graph.sizes import value_of
+from k31compile.graph.views import COPIES, is_view, may_alias
 
 _IN_PLACE = {
     ATEN.index_put.default: ATEN.index_put_.default,
@@ -16,8 +18,6 @@ _IN_PLACE = {
     ATEN.scatter.value: ATEN.scatter_.value,
 }
 _OF_A_PART = {ATEN.slice_scatter.default: ATEN.slice.Tensor, ATEN.select_scatter.default: ATEN.select.int}
-# Views by name that may copy: what they give is no alias that a write must wait for.
-_COPIES = {ATEN.clone.default, ATEN.contiguous.default}
 
 
 def reinplace_cache_writes(module: fx.GraphModule) -> int:
@@ -46,15 +46,18 @@ def reinplace_cache_writes(module: fx.GraphModule) -> int:
 def _write_chain(node: fx.Node, target: fx.Node) -> list[fx.Node] | None:
     """The writes between an input and its final value, or None where something else happens to it."""
     writes: list[fx.Node] = []
+    if not same_strides(value_of(node), value_of(target)):
+        # Transposed on the way: the same memory would hold other elements.
+        return None
     while node is not target:
         if node.target in _IN_PLACE or node.target in _OF_A_PART:
             writes.append(node)
-        elif not is_view(node) or node.target in _COPIES:
+        elif not is_view(node) or node.target in COPIES:
             return None
         if not isinstance(node.args[0], fx.Node):
             return None
         node = node.args[0]
-    return writes[::-1]
+    return writes[::-1] if writes else None
 
 
 def _old_value_is_dead(flow: Dataflow, write: fx.Node) -> bool:
@@ -69,13 +72,13 @@ def _old_value_is_dead(flow: Dataflow, write: fx.Node) -> bool:
 
 def _aliases(flow: Dataflow, node: fx.Node) -> set[fx.Node]:
     """Everything that shares memory with `node` by views, up to the write or input that made it."""
-    while is_view(node) and node.target not in _COPIES and isinstance(node.args[0], fx.Node):
+    while is_view(node) and node.target not in COPIES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     aliases, todo = set[fx.Node](), [node]
     while todo:
         alias = todo.pop()
         aliases.add(alias)
-        todo += [u for u in flow.users[alias] if is_view(u) and u.target not in _COPIES and u not in aliases]
+        todo += [user for user in flow.users[alias] if may_alias(user) and user not in aliases]
     return aliases
 
 

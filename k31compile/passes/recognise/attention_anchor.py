@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from k31compile.graph.cuts import is_view, same_size_base
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, is_integer, is_tensor, shape_of
+from k31compile.graph.views import is_view, same_size_base
 from k31compile.passes.recognise.contractions import is_contraction, nearest_contractions, operands
 from k31compile.passes.recognise.operands import is_parameter
 
@@ -31,11 +31,16 @@ _FAR = 80
 
 @dataclass(frozen=True)
 class Attention:
-    """A softmax, the indices above it, the dots and projections around it, and the value that leaves it."""
+    """A softmax, the indices above it, the dots and projections around it, and the value that leaves it.
+
+    `direct` is what lies between indices and output without a detour through the rest of the model, which the indices
+    reach too where two attentions share them.
+    """
 
     softmax: fx.Node
     indices: fx.Node
     output: fx.Node
+    direct: frozenset[fx.Node]
     dots: frozenset[fx.Node]
     projections: frozenset[fx.Node]
 
@@ -78,7 +83,8 @@ def _attentions(flow: Dataflow) -> Iterator[Attention]:
             indices = _indices_above(flow, node)
             output = _output_of(flow, node)
             if indices is not None and output is not None:
-                yield Attention(node, indices, output, *_parts(flow, node, indices, output))
+                direct = _direct(flow, indices, output)
+                yield Attention(node, indices, output, direct, *_parts(flow, node, indices, output))
 
 
 def _indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
@@ -94,21 +100,34 @@ def _indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
                     continue
                 seen.add(source)
                 if _selects(source):
-                    return source if _is_near(flow, source, softmax) else None
+                    return source
                 if given is None and _is_given(flow, source):
                     given = source
-                following.append(source)
+                if not _is_detour(source):
+                    following.append(source)
         front = following
-    return given if given is not None and _is_near(flow, given, softmax) else None
+    return given
 
 
-def _is_near(flow: Dataflow, indices: fx.Node, softmax: fx.Node) -> bool:
-    """Whether only a mask or a gather lies between: a router's indices reach the next softmax through projections."""
-    between = flow.between([indices], [softmax])
-    if len(between) > _FAR:
+def _direct(flow: Dataflow, indices: fx.Node, output: fx.Node) -> frozenset[fx.Node]:
+    """The nodes from the indices to the output that do not go through a projection."""
+    above = flow.ancestors([output], stop=lambda node: node is indices or (node is not output and _is_detour(node)))
+    reached: set[fx.Node] = set()
+    todo = [user for user in flow.users[indices] if user in above]
+    while todo:
+        node = todo.pop()
+        if node not in reached and not _is_detour(node):
+            reached.add(node)
+            todo.extend(user for user in flow.users[node] if user in above)
+    return frozenset(reached)
+
+
+def _is_detour(node: fx.Node) -> bool:
+    """A projection by a weight leads out of the attention, unless it projects what the indices gathered."""
+    if not is_contraction(node):
         return False
-    projections = [n for n in between if is_contraction(n) and any(is_parameter(o) for o in operands(n))]
-    return all(any(_is_gathered(o) for o in operands(n)) for n in projections)
+    factors = operands(node)
+    return any(is_parameter(o) for o in factors) and not any(_is_gathered(o) for o in factors)
 
 
 def _is_gathered(node: fx.Node) -> bool:

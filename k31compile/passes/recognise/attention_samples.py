@@ -32,6 +32,7 @@ class Producer:
     has_rows: bool = False
     has_lengths: bool = False
     is_given: bool = False
+    is_indexer: bool = False
     counts_once: bool = False
 
     @property
@@ -49,7 +50,7 @@ class Producer:
     @property
     def fills_with_hidden_keys(self) -> bool:
         """Whether empty slots name keys that the row must not see."""
-        return self.is_known and self.hides_keys and not self.marks_empty
+        return self.is_indexer and self.hides_keys and not self.marks_empty
 
     def visible(
         self,
@@ -64,8 +65,7 @@ class Producer:
             return None
         if not self.hides_keys:
             return torch.full((batch, rows), keys)
-        if self.lengths is None:
-            return torch.randint(1, keys + 1, (batch, rows), generator=generator)
+        assert self.lengths is not None
         values = run_in_float64(self.lengths, {n: sample[n] for n in self.lengths.leaves}, substitution)
         length_query = values[0] if self.has_rows else None
         length_key = values[-1] if self.has_lengths else None
@@ -87,15 +87,22 @@ def producers_of(flow: Dataflow, indices: fx.Node, region: Region) -> list[Produ
     rows, lengths = given.get("actual_seq_lengths_query"), given.get("actual_seq_lengths_key")
     hides = mode != 0 or rows is not None or lengths is not None
     outputs = [node for node in (rows, lengths) if isinstance(node, fx.Node)]
-    leaves = [leaf for leaf in region.leaves if leaf is not indices]
-    try:
-        computed = Region.between(flow, leaves, outputs) if outputs else Region((), (), ())
-        needed = flow.ancestors(outputs, stop=set(leaves).__contains__)
-        computed = Region(tuple(n for n in computed.leaves if n in needed), computed.outputs, computed.nodes)
-    except ValueError:
-        computed = None
     marks = given.get("tail", "minus_one") == "minus_one"
-    return [Producer(True, marks, hides, mode, computed, rows is not None, lengths is not None)]
+    computed = _lengths_from(flow, [leaf for leaf in region.leaves if leaf is not indices], outputs)
+    if computed is None and hides:
+        # Which slots are empty cannot be told from what the attention reads: any keys may stand in any slot.
+        return [Producer(False, marks, hides, is_indexer=True)]
+    return [Producer(True, marks, hides, mode, computed, rows is not None, lengths is not None, is_indexer=True)]
+
+
+def _lengths_from(flow: Dataflow, leaves: list[fx.Node], outputs: list[fx.Node]) -> Region | None:
+    """The region that computes an indexer's lengths from the attention's leaves, or None where it reads others."""
+    try:
+        whole = Region.between(flow, leaves, outputs)
+    except ValueError:
+        return None
+    needed = flow.ancestors(outputs, stop=set(leaves).__contains__)
+    return Region(tuple(leaf for leaf in whole.leaves if leaf in needed), whole.outputs, whole.nodes)
 
 
 def index_rows(

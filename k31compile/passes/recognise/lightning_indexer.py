@@ -41,6 +41,7 @@ from k31compile.passes.recognise.operands import (
     sample_table,
     spread,
     weight_operands,
+    with_plain_integers,
 )
 from k31compile.passes.recognise.selection import Selection, require_indices_only, selection_of
 from k31compile.passes.recognise.visibility import Visibility, hypotheses, sample_counts
@@ -92,11 +93,12 @@ class LightningIndexerRecogniser(Recogniser):
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """The pages behind a gathered key first: then no contiguous copy of the keys is ever made."""
-        for leaf in leaves:
+        found = with_plain_integers(leaves)
+        for leaf in found:
             source = paged_source(leaf) if is_float(leaf) else None
             if source is not None:
-                yield (*(other for other in leaves if other is not leaf), *source)
-        yield leaves
+                yield (*(other for other in found if other is not leaf), *source)
+        yield found
 
     def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
         """q, k and w by shape: dimensions of size one dropped, the rest in any order."""
@@ -349,6 +351,10 @@ class IndexerReading(Reading):
     def _check_chosen(self, chosen: torch.Tensor, exact: torch.Tensor, seen: torch.Tensor) -> None:
         count, s = self._letters["k"], self._letters["s"]
         slot = torch.arange(count)
+        if not self.selection.sorted:
+            # Nothing was promised of the order: hidden keys may stand among the seen ones.
+            is_empty = (chosen < 0) | (chosen >= seen[..., None])
+            chosen = chosen.gather(-1, is_empty.to(torch.int8).sort(dim=-1, stable=True).indices)
         valid = slot < seen[..., None]
         if bool((valid & ((chosen < 0) | (chosen >= seen[..., None]))).any()):
             raise Mismatch("the selection names keys that the row does not see, although enough are visible")
@@ -359,12 +365,15 @@ class IndexerReading(Reading):
             picked = picked.masked_fill(~valid, -torch.inf).sort(-1, descending=True).values
         if not torch.equal(torch.where(valid, picked, 0.0), torch.where(valid, ranked, 0.0)):
             raise Mismatch("the selection is not the best visible keys, best first")
-        distinct = chosen.masked_fill(~valid, 0) + torch.where(valid, 0, s + slot)
+        distinct = torch.where(chosen < 0, s + slot, chosen)
         if bool((distinct.sort(-1).values.diff(dim=-1) == 0).any()):
-            raise Mismatch("the selection names a key twice")
-        empty = chosen[~valid]
+            raise Mismatch(
+                "the selection names a key twice, or marks slots without a visible key by something else than -1"
+            )
+        empty, beyond = chosen[~valid], seen[..., None].expand_as(chosen)[~valid]
         if empty.numel():
-            self._tails.add("minus_one" if bool((empty == -1).all()) else "lowest" if bool((empty >= 0).all()) else "?")
+            hidden = bool(((empty >= beyond) & (empty < s)).all())
+            self._tails.add("minus_one" if bool((empty == -1).all()) else "lowest" if hidden else "?")
 
     def _tail(self) -> str:
         if self._tails - {"minus_one", "lowest"} or len(self._tails) > 1:

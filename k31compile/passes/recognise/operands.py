@@ -1,15 +1,15 @@
 """Leaves as operands: dense tensors of some layout, or pages behind a block table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from k31compile.graph.cuts import is_view, same_size_base
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout
 from k31compile.graph.sizes import Substitution, is_float, is_integer, numel_of, shape_of, shape_under, value_of
+from k31compile.graph.views import is_view, same_size_base
 
 Values = Mapping[fx.Node, torch.Tensor]
 
@@ -113,6 +113,16 @@ def pages_behind(leaf: fx.Node) -> fx.Node | None:
             return None
         node = node.args[0]
     return node if shape_of(node)[-1] == shape_of(leaf)[-1] and is_cache(node) else None
+
+
+def with_plain_integers(leaves: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """The leaves, integer ones as they were before views and casts: two views of one position are one position."""
+
+    def plain(leaf: fx.Node) -> fx.Node:
+        base = _without_casts(leaf) if is_integer(leaf) else leaf
+        return base if is_integer(base) == is_integer(leaf) else leaf
+
+    return tuple(dict.fromkeys(plain(leaf) for leaf in leaves))
 
 
 def _without_casts(node: fx.Node) -> fx.Node:

@@ -43,6 +43,7 @@ from k31compile.passes.recognise.operands import (
     pages_behind,
     sample_table,
     spread,
+    with_plain_integers,
 )
 from k31compile.passes.recognise.visibility import Visibility, hypotheses, sample_counts
 
@@ -65,7 +66,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
         """Native first, the projections from the latent inside; then as it stands."""
         found = self._attention(flow, anchor)
-        base = flow.between([found.indices], [found.output]) | flow.between(found.dots, [found.output])
+        base = found.direct | flow.between(found.dots, [found.output])
         core = (base | {found.output}) - {found.indices}
         if any(node.op == "placeholder" for node in core):
             raise Mismatch("an input of the graph lies between the indices and the output")
@@ -118,14 +119,15 @@ class SparseFlashAttentionRecogniser(Recogniser):
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """Pages behind gathered or flattened caches, all of them; then the leaves as found."""
+        found = with_plain_integers(leaf for leaf in leaves)
         better: list[fx.Node] = []
-        for leaf in leaves:
+        for leaf in found:
             source = paged_source(leaf) if is_float(leaf) else None
             pages = pages_behind(leaf) if is_float(leaf) and source is None and is_cache(leaf) else None
             better += source if source is not None else [pages if pages is not None else leaf]
-        if tuple(better) != leaves:
+        if tuple(better) != found:
             yield tuple(dict.fromkeys(better))
-        yield leaves
+        yield found
 
     def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
         """Every form that fits the shapes, under every domain of the indices."""
@@ -284,8 +286,9 @@ class AttentionReading(Reading):
         extreme = (1.0, 1e-6, 1e6, 1.0)[trial % 4]
         for query in self.form.queries:
             sample |= query.place(extreme * spread(self._canonical_shape(query), generator, 1, 3))
+        far = (1.0, 1.0, 1.0, 1e6)[trial % 4]
         for cache in self.form.caches:
-            sample |= self._sample_cache(cache.operand, generator, sample)
+            sample |= self._sample_cache(cache.operand, generator, sample, far)
         for weight in self.form.weights:
             shape = shape_under(weight, self._sizes)
             sample[weight] = torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
@@ -301,17 +304,17 @@ class AttentionReading(Reading):
         return tuple(operand.size(letter, self._sizes) for letter in operand.layout.letters)
 
     def _sample_cache(
-        self, operand: Dense | Paged, generator: torch.Generator, sample: Mapping[fx.Node, torch.Tensor]
+        self, operand: Dense | Paged, generator: torch.Generator, sample: Mapping[fx.Node, torch.Tensor], far: float
     ) -> dict[fx.Node, torch.Tensor]:
         if not isinstance(operand, Paged):
-            values = torch.randn(self._canonical_shape(operand), generator=generator, dtype=torch.float64)
+            values = far * spread(self._canonical_shape(operand), generator, 1, 2)
             return operand.place(values)
         shape = shape_under(operand.pages, self._sizes)
         table = sample.get(operand.table)
         if table is None:
             table = sample_table(operand.table, shape[0], self._sizes, generator)
         b, s, d = (operand.size(letter, self._sizes) for letter in "bsd")
-        values = torch.randn((b, s, d), generator=generator, dtype=torch.float64)
+        values = far * spread((b, s, d), generator, 1, 2)
         return {**operand.place(values, table, shape), operand.table: table}
 
     def judge(self, sample: Mapping[fx.Node, torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:

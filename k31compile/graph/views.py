@@ -1,0 +1,68 @@
+"""Nodes that only move, select or copy elements of another."""
+
+import torch
+from torch import fx
+
+from k31compile.graph.sizes import is_tensor, numel_of
+
+ATEN = torch.ops.aten
+
+_VIEWS = {
+    ATEN.view.default,
+    ATEN.reshape.default,
+    ATEN._unsafe_view.default,
+    ATEN.unsqueeze.default,
+    ATEN.squeeze.dim,
+    ATEN.squeeze.dims,
+    ATEN.squeeze.default,
+    ATEN.transpose.int,
+    ATEN.permute.default,
+    ATEN.t.default,
+    ATEN.expand.default,
+    ATEN.select.int,
+    ATEN.slice.Tensor,
+    ATEN.alias.default,
+    ATEN.detach.default,
+    ATEN.clone.default,
+    ATEN.contiguous.default,
+    ATEN.unflatten.int,
+    ATEN.flatten.using_ints,
+    ATEN.mT.default,
+    ATEN.numpy_T.default,
+    ATEN.movedim.int,
+    ATEN.chunk.default,
+    ATEN.split.Tensor,
+    ATEN.split_with_sizes.default,
+    ATEN.unbind.int,
+}
+
+# Views by name that give new memory.
+COPIES = {ATEN.clone.default, ATEN.contiguous.default}
+_MAY_ALIAS = {ATEN.to.dtype, ATEN.to.device, ATEN.to.dtype_layout, ATEN._to_copy.default, ATEN.expand_as.default}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only moves, selects or copies elements of its first argument."""
+    return node.target in _VIEWS or getattr(node.target, "__name__", "") == "getitem"
+
+
+def same_size_base(node: fx.Node) -> fx.Node:
+    """The node that a chain of same-size views started from."""
+    while is_view(node) and is_tensor(node):
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not is_tensor(source) or numel_of(source) != numel_of(node):
+            break
+        node = source
+    return node
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Whether the node's value may share memory with its first argument."""
+    if node.target in COPIES:
+        return False
+    if is_view(node) or node.target in _MAY_ALIAS:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returned = node.target._schema.returns
+    return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
