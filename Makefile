@@ -15,6 +15,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
+# The links at the top (kernels, passes, ...) are for people: with this folder on Python's path transformers would take
+# our kernels for the package of that name. xdist's workers take the variable over.
+export PYTHONSAFEPATH := 1
+
 .PHONY: help demo test test-all check format bench doctor clean
 
 help:  ## show this list

@@ -78,7 +78,6 @@ def test_nothing_is_rounded_below_float64(name):
     hold(*PROGRAMS[name])
 
 
-@pytest.mark.xfail(strict=True, reason="what takes its type from torch's default is rounded to float32")
 @pytest.mark.parametrize("name", BY_DEFAULT)
 def test_the_default_type_is_float64_too(name):
     hold(*BY_DEFAULT[name])

@@ -87,13 +87,7 @@ BREAKS = {
 }
 
 
-def expected():
-    reason = "a node whose plain arguments alone changed is not run anew"
-    stale = pytest.mark.xfail(strict=True, reason=reason)
-    return [pytest.param(name, marks=stale) if name == "argument" else name for name in BREAKS]
-
-
-@pytest.mark.parametrize("name", expected())
+@pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_named(name):
     spoil, words = BREAKS[name]
     before = made().module

@@ -8,8 +8,6 @@ from running import relative_error, run
 PHASES = ("prefill", pytest.param("square", marks=pytest.mark.slow), "decode")
 MISSED = {
     "dummy_column": "-1 set by a comparison of the chosen keys with the position: the indexer is refused",
-    "gated_output": "-1 set by a comparison of the chosen keys with the position: the indexer is refused",
-    "paged_slots": "slots made from a block table that is unsqueezed before the gather are not read as pages",
 }
 NAMES = [
     pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=MISSED[name])) if name in MISSED else name

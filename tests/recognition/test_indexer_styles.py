@@ -8,8 +8,6 @@ from stable_topk import stable_eager
 
 PHASES = ("prefill", pytest.param("square", marks=pytest.mark.slow), "decode")
 MISSED = {
-    "additive_finfo": "an unordered top-k lists hidden keys among the seen ones, and is refused",
-    "marks_by_length": "the mark reads the length through another view than the mask, and is refused without a reason",
     "chunked_heads": "heads that are slices of one flat tensor are not read as [B, T, H, D]",
 }
 NAMES = [

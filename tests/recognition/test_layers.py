@@ -124,7 +124,6 @@ def test_under_autocast():
     assert fused() == BOTH, k31compile.last_report()
 
 
-@pytest.mark.xfail(strict=True, reason="the second attention is refused without a reason")
 def test_one_selection_for_two_attentions():
     class Shared(torch.nn.Module):
         def __init__(self):

@@ -241,15 +241,9 @@ VIEWS = {
     "view of another type": (ATEN.view.dtype, (torch.int32,)),
     "view_as": (ATEN._reshape_alias.default, ([24], [1])),
 }
-UNKNOWN_VIEWS = {"diagonal", "as_strided", "unfold", "view of another type", "view_as"}
 
 
-def views():
-    unknown = pytest.mark.xfail(strict=True, reason="no view that is_view knows")
-    return [pytest.param(name, marks=unknown) if name in UNKNOWN_VIEWS else name for name in VIEWS]
-
-
-@pytest.mark.parametrize("name", views())
+@pytest.mark.parametrize("name", VIEWS)
 def test_whatever_views_the_old_value_blocks_the_write(name):
     """A rewrite puts a reader where its result is needed, which may be behind a write; its operand is an early view."""
     operator, arguments = VIEWS[name]
@@ -292,7 +286,6 @@ def test_arithmetic_stays_a_final_copy(program):
     assert operators(captured.module).count("copy_") == 1
 
 
-@pytest.mark.xfail(strict=True, reason="a final copy of a mere transposition of the input is taken for no change")
 def test_a_transposed_input_is_not_the_input():
     graph = fx.Graph()
     cache = graph.placeholder("cache")
