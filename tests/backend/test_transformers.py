@@ -78,7 +78,7 @@ def test_bf16_is_no_further_from_float32_than_eager_bf16(attention: str, eager: 
         ours = torch.compile(model, backend="k31", options=OPS)(ids, use_cache=False).logits
     assert fused() == [BOTH]
     assert (ours - exact).abs().mean() <= 1.25 * (theirs - exact).abs().mean()
-    assert (ours - exact).abs().mean() <= 2e-2 * exact.abs().mean()
+    assert (ours - exact).abs().mean() <= 3e-2 * exact.abs().mean()
 
 
 @pytest.mark.parametrize(("attention", "cache"), [("eager", "static"), ("sdpa", "dynamic")])
@@ -90,8 +90,8 @@ def test_prefill_and_decode_with_a_cache(attention: str, cache: str, eager: Any,
         size = {"max_cache_len": 96} if cache == "static" else {}
         past = kind(config=model.config, **size)
         logits = [forward(ids[:, :60], past_key_values=past, use_cache=True).logits]
-        for i in range(60, 70):
-            logits.append(forward(ids[:, i : i + 1], past_key_values=past, use_cache=True).logits)
+        step = lambda i: forward(ids[:, i : i + 1], past_key_values=past, use_cache=True).logits  # noqa: E731
+        logits += [step(i) for i in range(60, 70)]
         return torch.cat(logits, 1)
 
     with torch.no_grad():

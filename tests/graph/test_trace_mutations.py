@@ -4,8 +4,6 @@ import pytest
 import torch
 from captured import capture
 
-from k31compile.errors import TraceError
-
 ROWS = torch.tensor([0, 2])
 
 
@@ -110,13 +108,14 @@ def test_inputs_that_share_memory_are_refused_when_one_is_written():
         return row * 2
 
     ours, theirs = torch.zeros(3, 4), torch.zeros(3, 4)
-    with pytest.raises(TraceError, match="share memory"):
+    # Dynamo wraps what a backend raises.
+    with pytest.raises(Exception, match="share memory"):
         capture(program, ours, ours[1])
     apart = torch.zeros(2, 3, 4)
     capture(program, apart[0], apart[1, 1])
     torch._dynamo.reset()
     expected = program(theirs, theirs[1])
-    got = torch.compile(program, backend="k31", options={"codegen": "ops"})(ours := torch.zeros(3, 4), ours[1])
+    got = torch.compile(program, backend="k31", options={"codegen": "ops"})(ours, ours[1])
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(ours, theirs)
 

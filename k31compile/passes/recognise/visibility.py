@@ -67,7 +67,8 @@ class Visibility:
     def lengths(self, values: ByLeaf, query: torch.Tensor) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
         """`(sparse_mode, actual_seq_lengths_query, actual key lengths)` of an operator on `query` [B, T, H, D]."""
         batch, rows = query.shape[0], query.shape[1]
-        valid = self.rows.canonical(values).expand(batch, 1).reshape(batch) if self.rows else None
+        # A request may be said to have more rows than there are; its last row is the last one here all the same.
+        valid = self.rows.canonical(values).clamp(max=rows).expand(batch, 1).reshape(batch) if self.rows else None
         if self.everything:
             return 0, valid, None
         if self.start is None:
