@@ -28,7 +28,7 @@ def prefill(model: Forward, caches: Caches, prompts: Sequence[Sequence[int]], ch
     last: Tensor | None = None
     for begin in range(0, pieces * chunk, chunk):
         start, lengths = totals.clamp(max=begin), (totals - begin).clamp(0, chunk)
-        logits = model(tokens[:, begin : begin + chunk].contiguous(), caches, start, lengths)
+        logits = model(_own(tokens[:, begin : begin + chunk]), caches, start, lengths)
         ends = logits[torch.arange(len(prompts), device=device), (lengths - 1).clamp(min=0)]
         last = ends if last is None else torch.where((lengths > 0)[:, None], ends, last)
     assert last is not None
@@ -79,6 +79,11 @@ def generate(
         logits = model(token[:, None], caches, position)[:, -1]
         position = position + 1
     return results
+
+
+def _own(piece: Tensor) -> Tensor:
+    """A piece with memory of its own: one row of a longer tensor counts as contiguous and has that tensor's stride."""
+    return piece.clone(memory_format=torch.contiguous_format)
 
 
 def _as_prompts(prompt_tokens: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
