@@ -1,0 +1,113 @@
+"""`k31compile.compile`: equal layers are traced once, each keeps its own weights, and the classes stay as they were."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import k31compile
+from k31compile.report import last_report
+
+WIDTH, HEADS, INDEX, LATENT, KEYS, TOPK = 32, 3, 10, 14, 24, 5
+
+
+class Layer(nn.Module):
+    """An indexer and an absorbed attention over caches that the layer writes in place."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.wq = nn.Linear(WIDTH, HEADS * INDEX, bias=False)
+        self.wk = nn.Linear(WIDTH, INDEX, bias=False)
+        self.ww = nn.Linear(WIDTH, HEADS, bias=False)
+        self.q = nn.Linear(WIDTH, HEADS * LATENT, bias=False)
+        self.c = nn.Linear(WIDTH, LATENT, bias=False)
+        self.o = nn.Linear(HEADS * LATENT, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, latents: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        place = start + torch.arange(t)
+        keys.index_copy_(1, place, self.wk(x))
+        latents.index_copy_(1, place, self.c(x))
+        dots = torch.einsum("bthd,bsd->bths", self.wq(x).view(b, t, HEADS, INDEX), keys).relu()
+        seen = torch.arange(KEYS) <= place[:, None]
+        scores = (dots * self.ww(x)[..., None]).sum(2).masked_fill(~seen, float("-inf"))
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(TOPK, -1).indices, True) & seen
+        logits = torch.einsum("bthl,bsl->bhts", self.q(x).view(b, t, HEADS, LATENT), latents) * 0.3
+        weights = logits.masked_fill(~chosen[:, None], float("-inf")).softmax(-1)
+        return x + self.o(torch.einsum("bhts,bsl->bthl", weights, latents).reshape(b, t, -1))
+
+
+class Model(nn.Module):
+    """`pooled` layers read pool[self.index], as a model with one list of caches does."""
+
+    def __init__(self, layers: int, pooled: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pooled(i) if pooled else Layer(i) for i in range(layers))
+        self.head = nn.Linear(WIDTH, 7)
+        self.pooled = pooled
+
+    def forward(self, x: torch.Tensor, pool: list[Any], start: torch.Tensor) -> torch.Tensor:
+        for layer, caches in zip(self.layers, pool, strict=True):
+            x = layer(x, pool, start) if self.pooled else layer(x, *caches, start)
+        return self.head(x)
+
+
+class Pooled(Layer):
+    def forward(self, x: torch.Tensor, pool: list[Any], start: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, *pool[self.index], start)
+
+
+def pool_of(layers: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randn(2, KEYS, INDEX, generator=generator), torch.randn(2, KEYS, LATENT, generator=generator))
+        for _ in range(layers)
+    ]
+
+
+@pytest.mark.parametrize(("layers", "pooled"), [(3, False), (9, False), (9, True)])
+def test_every_layer_keeps_its_weights(layers: int, pooled: bool, eager: Any) -> None:
+    torch.manual_seed(1)
+    model = Model(layers, pooled).eval()
+    forward = Layer.forward
+    compiled = k31compile.compile(model, codegen="ops")
+    theirs, ours = pool_of(layers), pool_of(layers)
+    for start, length in ((3, 6), (9, 6)):
+        x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(start))
+        with torch.no_grad():
+            with eager():
+                expected = model(x, theirs, torch.tensor(start))
+            got = compiled(x, ours, torch.tensor(start))
+        assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for layer, other in zip(theirs, ours, strict=True):
+        for cache, same in zip(layer, other, strict=True):
+            assert (cache - same).abs().max() <= 1e-5 * cache.abs().max()
+    each = {"lightning_indexer": layers, "sparse_flash_attention": layers, "static_top_k": layers}
+    assert last_report().fused == each
+    assert Layer.forward is forward
+
+
+def test_one_body_for_equal_layers() -> None:
+    model = Model(9, pooled=False).eval()
+    with torch.no_grad():
+        k31compile.compile(model, codegen="ops")(torch.randn(2, 4, WIDTH), pool_of(9), torch.tensor(2))
+    assert any("9 layers are calls of 1 nested regions" in note for note in last_report().notes)
+    assert len(last_report().confirmations) == 2
+
+
+def test_two_models_in_one_process(eager: Any) -> None:
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Model(3, pooled=False).eval()
+        x = torch.randn(2, 5, WIDTH)
+        with torch.no_grad():
+            with eager():
+                expected = model(x, pool_of(3), torch.tensor(4))
+            for compiled in (
+                k31compile.compile(model, codegen="ops"),
+                torch.compile(model, backend="k31", options={"codegen": "ops"}),
+            ):
+                got = compiled(x, pool_of(3), torch.tensor(4))
+                assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()

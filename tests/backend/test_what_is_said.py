@@ -1,0 +1,116 @@
+"""What a user is told: nothing fused, handed over, options that do not exist, kernels that cannot be built."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from k31compile.report import last_report
+
+OPS = {"codegen": "ops"}
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (torch.einsum("bthd,bsd->bths", q, k).relu() * w[..., None]).sum(2)
+
+
+def operands() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator) for shape in ((2, 7, 3, 10), (2, 23, 10), (2, 7, 3)))
+
+
+def test_nothing_fused_is_said_loudly_with_the_nearest_miss(caplog: pytest.LogCaptureFixture) -> None:
+    def no_relu(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (torch.einsum("bthd,bsd->bths", q, k) * w[..., None]).sum(2).topk(4).indices
+
+    with caplog.at_level(logging.WARNING, logger="k31compile"), torch.no_grad():
+        torch.compile(no_relu, backend="k31", options=OPS)(*operands())
+    assert "nothing was fused in this graph; nearest miss: lightning_indexer: the relu is missing" in caplog.text
+    assert "test_what_is_said.py:" in caplog.text
+    assert last_report().near_misses_first()[0].near_miss
+
+
+def test_a_model_without_anything_of_ours_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="k31compile"), torch.no_grad():
+        torch.compile(torch.nn.Linear(3, 4), backend="k31", options=OPS)(torch.ones(2, 3))
+    assert "nothing in it resembled a known operator" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"codegen": "op"}, "did you mean 'ops'"),
+        ({"code_gen": "ops"}, "did you mean 'codegen'"),
+        ({"codegen": "tiered"}, "not built yet"),
+        ({"target": "ascend-a3"}, "not built yet"),
+        ({"fuse": ["kda_chunk"]}, "not built yet"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_torch_compile(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        torch.compile(torch.nn.Linear(3, 4), backend="k31", options=options)(torch.ones(2, 3))
+
+
+def test_strict_makes_a_near_miss_an_error() -> None:
+    def squared(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (torch.einsum("bthd,bsd->bths", q, k).relu().square() * w[..., None]).sum(2).topk(4).indices
+
+    with torch.no_grad(), pytest.raises(Exception, match="the relu is squared"):
+        torch.compile(squared, backend="k31", options={**OPS, "strict": True})(*operands())
+
+
+def test_fuse_leaves_out_what_is_not_named() -> None:
+    def chosen(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return scores(q, k, w).topk(4).indices
+
+    with torch.no_grad():
+        torch.compile(chosen, backend="k31", options={**OPS, "fuse": ["sparse_flash_attention"]})(*operands())
+    assert last_report().fused == {}
+
+
+WITHOUT_COMPILER = """
+import torch, k31compile
+def f(q, k, w):
+    return (torch.einsum("bthd,bsd->bths", q, k).relu() * w[..., None]).sum(2).topk(4).indices
+q, k, w = torch.randn(2, 7, 3, 10), torch.randn(2, 23, 10), torch.rand(2, 7, 3)
+with torch.no_grad():
+    got = torch.compile(f, backend="k31", options={"codegen": "ops"})(q, k, w)
+    same = (got == f(q, k, w)).float().mean()
+report = k31compile.last_report()
+print(report.fused, report.providers["lightning_indexer"]["provider"], report.providers["lightning_indexer"]["why"])
+assert same > 0.9
+"""
+
+
+def test_without_a_compiler_the_reference_serves_and_the_report_says_so(tmp_path: Path) -> None:
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "K31_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "{'lightning_indexer': 1} reference" in done.stdout
+    assert "compiler" in done.stdout
+
+
+def test_a_buffer_keeps_its_identity() -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return x + self.seen
+
+    model = Counting()
+    buffer = model.seen
+    compiled = torch.compile(model, backend="k31", options=OPS)
+    with torch.no_grad():
+        results = [compiled(torch.zeros(3)) for _ in range(3)]
+    assert model.seen is buffer
+    assert buffer.tolist() == [3.0] * 3
+    assert results[-1].tolist() == [3.0] * 3
