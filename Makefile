@@ -15,10 +15,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-# The links at the top (kernels, passes, ...) are for people: with this folder on Python's path transformers would take
-# our kernels for the package of that name. xdist's workers take the variable over.
-export PYTHONSAFEPATH := 1
-
 .PHONY: help demo test test-all check format bench doctor clean
 
 help:  ## show this list
@@ -27,11 +23,12 @@ help:  ## show this list
 demo: $(VENV)/.k31-base  ## the main job on real text: compile a small model, generate, compare
 	$(BIN)/k31 demo $(ARGS)
 
+# -P: with this folder on Python's path transformers would take our link kernels for the package of that name.
 test: check  ## lint, types and the quick tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	$(BIN)/python -P -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
 test-all: check  ## lint, types and every test
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -P -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/.k31-dev  ## lint and types only
 	$(BIN)/ruff check .
