@@ -1,28 +1,19 @@
 """What the backend's tests share: eager with a fixed rule for ties, fresh compiler state, the rewritten graph."""
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 import k31compile.backend
 from k31compile.report import Report, clear_reports, reports
 
-
-class LowerPositionFirst(TorchFunctionMode):
-    """Eager top-k with the rule of K3.1 spec 2.8: equal scores go to the lower position."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **kwargs)
-        count = args[1] if len(args) > 1 else kwargs["k"]
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        values, indices = torch.sort(args[0], dim=dim, descending=True, stable=True)
-        return torch.return_types.topk((values.narrow(dim, 0, count), indices.narrow(dim, 0, count)))
+sys.path.insert(0, str(Path(__file__).parents[1] / "recognition"))
+from stable_topk import StableTopk  # noqa: E402  (one rule for ties, shared by the two folders)
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +26,9 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def eager() -> type[LowerPositionFirst]:
+def eager() -> type[StableTopk]:
     """`with eager(): ...` runs eager code whose ties are those of the operators."""
-    return LowerPositionFirst
+    return StableTopk
 
 
 @pytest.fixture
