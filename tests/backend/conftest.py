@@ -13,7 +13,7 @@ import k31compile.backend
 from k31compile.report import Report, clear_reports, reports
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recognition"))
-from stable_topk import StableTopk  # noqa: E402  (one rule for ties, shared by the two folders)
+from stable_topk import StableTopk
 
 
 @pytest.fixture(autouse=True)
