@@ -206,7 +206,7 @@ def argsort_of_negative(q, k, w, pos):
 def additive_finfo(q, k, w, pos):
     """An additive mask of the type's lowest value; top-k in no order."""
     low = torch.finfo(q.dtype).min
-    mask = torch.where(visible_of(pos, k.shape[1]), 0.0, low).to(q.dtype)
+    mask = torch.zeros_like(k[:, None, :, 0]).masked_fill(~visible_of(pos, k.shape[1]), low)
     dots = torch.einsum("bthd,bsd->bhts", q * q.shape[-1] ** -0.5, k).relu()
     scores = torch.einsum("bhts,bth->bts", dots, w) + mask
     return scores.topk(K, dim=-1, sorted=False).indices
