@@ -26,7 +26,6 @@ BYTE_BUDGET = 4 << 30
 SECOND_TRY_BYTES = 256 << 20
 
 Sample = Mapping[fx.Node, torch.Tensor]
-Replacement = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class Mismatch(Exception):

@@ -94,8 +94,3 @@ def nbytes_of(node: fx.Node) -> int:
     """The bytes of the node's value by hints."""
     value = value_of(node)
     return numel_of(node) * value.element_size() if isinstance(value, torch.Tensor) else 8
-
-
-def squeezed(shape: Iterable[int]) -> tuple[int, ...]:
-    """A shape without its dimensions of size one."""
-    return tuple(size for size in shape if size != 1)

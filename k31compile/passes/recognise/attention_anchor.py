@@ -45,14 +45,15 @@ class Attention:
     projections: frozenset[fx.Node]
 
     @property
+    def known_keys(self) -> dict[str, int]:
+        """The number of keys as letter s, where the graph tells it."""
+        keys = keys_selected_from(self.indices)
+        return {} if keys is None else {"s": keys}
+
+    @property
     def projection_weights(self) -> set[fx.Node]:
         """What the projections multiply the latent with."""
         return {operand for node in self.projections for operand in operands(node)}
-
-    @property
-    def is_selected_by_us(self) -> bool:
-        """Whether a fused indexer made the indices."""
-        return is_indexer(self.indices)
 
 
 def is_indexer(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """Leaves as operands: dense tensors of some layout, or pages behind a block table."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -174,11 +174,3 @@ def spread(shape: Sequence[int], generator: torch.Generator, decades: float, dim
     lead = (*shape[:dims], *[1] * (len(shape) - dims))
     powers = (torch.rand(lead, generator=generator, dtype=torch.float64) * 2 - 1) * decades
     return values * 10**powers
-
-
-def pairs(items: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """All ordered pairs of different items."""
-    for first in items:
-        for second in items:
-            if first is not second:
-                yield first, second

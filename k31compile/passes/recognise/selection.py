@@ -10,7 +10,7 @@ from torch import fx
 from k31compile.graph.confirm import Mismatch
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout
-from k31compile.graph.sizes import hint, is_integer, shape_of, value_of
+from k31compile.graph.sizes import hint, is_float, is_integer, shape_of, value_of
 
 _SORTS = {ATEN.sort.default, ATEN.sort.stable, ATEN.argsort.default, ATEN.argsort.stable}
 _ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
@@ -59,7 +59,7 @@ def selection_of(flow: Dataflow, node: fx.Node) -> Selection | None:
 
 def _topk(flow: Dataflow, node: fx.Node) -> Selection | None:
     scores, count = node.args[0], node.args[1]
-    if not isinstance(scores, fx.Node) or not _is_float(scores):
+    if not isinstance(scores, fx.Node) or not is_float(scores):
         return None
     dim = _argument(node, 2, "dim", -1) % max(1, len(shape_of(scores)))
     picked = [user for user in flow.users[node] if user.args[1] == 1]
@@ -71,7 +71,7 @@ def _topk(flow: Dataflow, node: fx.Node) -> Selection | None:
 
 def _sort(flow: Dataflow, node: fx.Node) -> Selection | None:
     scores = node.args[0]
-    if not isinstance(scores, fx.Node) or not _is_float(scores):
+    if not isinstance(scores, fx.Node) or not is_float(scores):
         return None
     dim = _named(node, "dim", -1) % max(1, len(shape_of(scores)))
     indices = node
@@ -122,11 +122,6 @@ def _readers(flow: Dataflow, value: fx.Node, final: fx.Node) -> Iterator[fx.Node
     for node in flow.descendants([value], stop=lambda n: n is final):
         if node is not value:
             yield node
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:

@@ -19,7 +19,7 @@ from k31compile.graph.sizes import (
     numel_of,
     shape_of,
 )
-from k31compile.passes.recognise.attention_anchor import Attention, attentions_of, keys_selected_from
+from k31compile.passes.recognise.attention_anchor import Attention, attentions_of
 from k31compile.passes.recognise.attention_forms import forms
 from k31compile.passes.recognise.attention_reading import AttentionReading
 from k31compile.passes.recognise.attention_samples import producers_of
@@ -66,8 +66,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
 
     def _eligible(self, found: Attention, weights: set[fx.Node]) -> Callable[[fx.Node], bool]:
         sizes = list(self._rows_and_heads(found))
-        keys = keys_selected_from(found.indices)
-        known_keys = {} if keys is None else {"s": keys}
+        known_keys = found.known_keys
 
         @functools.cache
         def eligible(node: fx.Node) -> bool:
@@ -102,7 +101,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """Pages behind gathered or flattened caches, all of them; then the leaves as found."""
-        found = with_plain_integers(leaf for leaf in leaves)
+        found = with_plain_integers(leaves)
         better: list[fx.Node] = []
         for leaf in found:
             source = paged_source(leaf) if is_float(leaf) else None
@@ -119,11 +118,9 @@ class SparseFlashAttentionRecogniser(Recogniser):
         if found.indices not in region.leaves:
             return
         shape = shape_of(found.indices)
-        keys = keys_selected_from(found.indices)
-        known_keys = {} if keys is None else {"s": keys}
         for layout, table in itertools.product(_index_layouts(found.indices), (None, *_tables(integers))):
             letters = {"b": layout.size("b", shape), "t": layout.size("t", shape), "out": numel_of(found.output)}
-            letters |= known_keys
+            letters |= found.known_keys
             counts = [n for n in integers if n is not table]
             for floats, weights in _latents_and_weights(found, region):
                 for form in forms(floats, weights, table, letters):
@@ -142,9 +139,9 @@ class SparseFlashAttentionRecogniser(Recogniser):
                 "neither by position nor by -1"
             )
         pairwise = numel_of(reading.found.indices)
+        weighted = flow.descendants([reading.found.softmax])
         for node, reader in outside_users(flow, region.nodes, region.outputs).items():
-            wide = numel_of(node) >= pairwise and is_float(node)
-            if wide and node in flow.descendants([reading.found.softmax]):
+            if numel_of(node) >= pairwise and is_float(node) and node in weighted:
                 raise Mismatch(f"the attention weights are also read by {reader.name}: a fused attention has none")
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
