@@ -18,7 +18,8 @@ _POSITIVE = (
 _CHOICES = {
     "mla_form": ("absorbed", "native"),
     "attn_res_dtype": ("float32", "stream"),
-    "moe_form": ("auto", "gather", "dense"),
+    "moe_form": ("auto", "gather", "dense", "grouped"),
+    "kda_pairwise": ("direct", "anchored"),
 }
 
 
@@ -30,6 +31,9 @@ class K31Config:
         1-based numbers of the layers with Gated MLA and sparse attention; all others are KDA.
     gate_lower_bound
         lower bound of the log decay, `lb * sigmoid(..)`; None selects `-exp(A_log) * softplus(..)`.
+    kda_pairwise
+        "direct" takes the decay between two tokens of a chunk from their difference, safe for every gate;
+        "anchored" from two factors, several times faster to train, for gates bounded at -5 or above.
     mla_form
         "absorbed" gathers the selected latent rows; "native" expands all keys and masks. Same result.
     attn_res_dtype
@@ -37,6 +41,7 @@ class K31Config:
     moe_form
         "gather" fetches each token's experts, "dense" runs all experts on all tokens; "auto" takes the
         cheaper one for the number of tokens. Same result, and neither has a shape that depends on data.
+        "grouped" sorts the tokens by expert and runs each on its own, for training: its shapes depend on data.
     indexer_types
         one of "full" | "shared" per MLA layer, in order; "shared" reuses the selection of the nearest
         earlier "full" one and has neither an indexer nor index keys. None: all "full".
@@ -57,6 +62,7 @@ class K31Config:
     kda_gate_rank: int = 16
     short_conv_kernel_size: int = 4
     gate_lower_bound: float | None = -5.0
+    kda_pairwise: str = "direct"
     num_attention_heads: int = 4
     q_lora_rank: int = 32
     kv_lora_rank: int = 128
@@ -111,6 +117,8 @@ class K31Config:
         self._require("full_attention_layers", ascending, f"ascending layer numbers in 1..{last}")
         bound = self.gate_lower_bound
         self._require("gate_lower_bound", bound is None or bound < 0, "a number below 0, or None")
+        bounded = bound is not None and bound >= -5
+        self._require("kda_pairwise", bounded or self.kda_pairwise == "direct", "direct: no gate_lower_bound of -5..0")
         self._require("first_k_dense_replace", 0 <= self.first_k_dense_replace <= last, f"in 0..{last}")
 
     def _check_experts(self) -> None:

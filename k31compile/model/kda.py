@@ -26,6 +26,7 @@ class KimiDeltaAttention(nn.Module):
         hidden, rank = config.hidden_size, config.kda_gate_rank
         self.num_heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.lower_bound = config.gate_lower_bound
+        self.anchored = config.kda_pairwise == "anchored"
         self.qkv_proj = nn.Linear(hidden, config.conv_channels, bias=False)
         self.conv = ShortConv(config.conv_channels, config.short_conv_kernel_size)
         self.f_a_proj = nn.Linear(hidden, rank, bias=False)
@@ -56,9 +57,11 @@ class KimiDeltaAttention(nn.Module):
             q, k, v = (y.masked_fill(pad, 0.0) for y in (q, k, v))
         g = kda_gate(raw_gate, self.A_log, self.dt_bias, self.lower_bound)
         beta = torch.sigmoid(raw_beta.to(g.dtype))
-        form = kda_recurrent if length <= RECURRENT_MAX_TOKENS else kda_chunk
         state = cache.state[step.state_rows].transpose(-1, -2)
-        o, state = form(q, k, v, g, beta, state)
+        if length <= RECURRENT_MAX_TOKENS:
+            o, state = kda_recurrent(q, k, v, g, beta, state)
+        else:
+            o, state = kda_chunk(q, k, v, g, beta, state, anchored=self.anchored)
         cache.state[step.state_rows] = state.transpose(-1, -2).to(cache.state.dtype)
         gate = self.g_proj(x).view(batch, length, self.num_heads, self.value_dim)
         out: Tensor = self.o_proj(self.o_norm(o, gate).flatten(-2))

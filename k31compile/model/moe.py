@@ -69,7 +69,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts in latent space, with shapes that do not depend on the routing (K3.1 spec 2.18)."""
+    """The routed experts in latent space (K3.1 spec 2.18); all forms but "grouped" have shapes free of the routing."""
 
     def __init__(self, config: K31Config) -> None:
         """Parameters gate_up_proj [E, 2 * I, L] (gate first) and down_proj [E, L, I]."""
@@ -85,6 +85,8 @@ class Experts(nn.Module):
         few = experts.numel() <= self.gate_up_proj.shape[0]
         if self.form == "gather" or (self.form == "auto" and few):
             return self._gathered(y, experts, weights)
+        if self.form == "grouped":
+            return self._grouped(y, experts, weights)
         return self._dense(y, experts, weights)
 
     def _gathered(self, y: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -93,6 +95,18 @@ class Experts(nn.Module):
         inner = situ(gate, up, self.beta, self.linear_beta)
         out = torch.einsum("nkli,nki->nkl", self.down_proj[experts], inner)
         return (out.to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
+
+    def _grouped(self, y: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Sort the pairs of token and expert by expert, and run each expert on its tokens only."""
+        order = experts.flatten().argsort(stable=True)
+        tokens = order // experts.shape[1]
+        counts = experts.flatten().bincount(minlength=self.gate_up_proj.shape[0]).tolist()
+        out = []
+        for expert, rows in enumerate(y[tokens].split(counts)):
+            gate, up = (rows @ self.gate_up_proj[expert].mT).chunk(2, dim=-1)
+            out.append(situ(gate, up, self.beta, self.linear_beta) @ self.down_proj[expert].mT)
+        weighted = torch.cat(out).to(weights.dtype) * weights.flatten()[order, None]
+        return weights.new_zeros(y.shape[0], weighted.shape[1]).index_add(0, tokens, weighted)
 
     def _dense(self, y: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Run all experts on all tokens and weigh those not chosen with 0."""

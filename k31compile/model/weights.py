@@ -1,5 +1,6 @@
-"""Weights on disk: sharded safetensors with an index; loading is strict."""
+"""Weights on disk: sharded safetensors with an index that holds each tensor's hash; loading is strict."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ _SHOWN = 8
 def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = 4 * 2**30) -> None:
     """Write all parameters as model-0000i-of-0000n.safetensors, then the index, then config.json.
 
+    The index also holds the SHA-256 of every tensor's bytes, under metadata, where other loaders pass it by.
+
     A tensor larger than `max_shard_bytes` gets a shard of its own. Each file appears whole or not at all, the
     index after the shards; shards of an earlier save that the index no longer names are removed last.
     """
@@ -39,7 +42,8 @@ def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = 4 
         partial.replace(folder / file)
         weight_map.update(dict.fromkeys(shard, file))
     total = sum(tensor.nbytes for tensor in tensors.values())
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    metadata = {"total_size": total, "sha256": {name: _digest(tensor) for name, tensor in tensors.items()}}
+    write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
     if isinstance(model, K31ForCausalLM):
         save_config(model.config, folder)
     for old in folder.glob("model-*-of-*.safetensors"):
@@ -50,17 +54,18 @@ def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = 4 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Copy the weights in `folder` into the parameters, converting between floating dtypes.
 
-    Everything is checked first. A tensor that is missing, unknown, misshapen or not floating, and a file that
-    is missing, truncated or foreign, raise one WeightsError that names them, and the model stays as it was.
+    Everything is checked first. A tensor that is missing, unknown, misshapen, not floating or not the one whose
+    hash the index holds, and a file that is missing, truncated or foreign, raise one WeightsError that names them,
+    and the model stays as it was.
     """
     folder = Path(folder)
     targets = dict(model.state_dict())
     if any(tensor.device.type == "meta" for tensor in targets.values()):
         raise WeightsError(f"cannot load {folder}: the model is on the meta device, use model.to_empty first")
-    files = _tensors_by_file(folder)
+    files, digests = _tensors_by_file(folder)
     problems = _check_names(set(targets), {name for names in files.values() for name in names}, folder)
     for file, names in files.items():
-        problems += _check_file(folder / file, names, targets)
+        problems += _check_file(folder / file, names, targets, digests)
     if problems:
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         lines = "\n  ".join([*problems[:_SHOWN], *more])
@@ -94,15 +99,24 @@ def _shards(tensors: dict[str, Tensor], limit: int) -> Iterator[list[str]]:
     yield shard
 
 
-def _tensors_by_file(folder: Path) -> dict[str, list[str]]:
-    """File name -> tensor names, from the index, or from model.safetensors where there is none."""
+def _digest(tensor: Tensor) -> str:
+    """SHA-256 of the bytes of a tensor."""
+    return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def _tensors_by_file(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """File name -> tensor names, and tensor name -> SHA-256 where the index holds any.
+
+    From the index, or from model.safetensors where there is none.
+    """
     if not (folder / INDEX_FILE).exists() and (folder / SINGLE_FILE).exists():
         try:
             with safe_open(folder / SINGLE_FILE, framework="pt") as opened:
-                return {SINGLE_FILE: list(opened.keys())}
+                return {SINGLE_FILE: list(opened.keys())}, {}
         except (SafetensorError, OSError) as cause:
             raise WeightsError(f"{folder / SINGLE_FILE} is truncated or no safetensors file: {cause}") from None
-    weight_map = read_json(folder / INDEX_FILE, WeightsError).get("weight_map")
+    index = read_json(folder / INDEX_FILE, WeightsError)
+    weight_map, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise WeightsError(f"{folder / INDEX_FILE} has no weight_map from tensor names to file names")
     files: dict[str, list[str]] = {}
@@ -111,7 +125,10 @@ def _tensors_by_file(folder: Path) -> dict[str, list[str]]:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise WeightsError(f"{folder / INDEX_FILE}: {name} is said to be in {file!r}, no file of this folder")
         files.setdefault(file, []).append(name)
-    return files
+    digests = metadata.get("sha256", {}) if isinstance(metadata, dict) else {}
+    if not isinstance(digests, dict):
+        raise WeightsError(f"{folder / INDEX_FILE}: metadata.sha256 is no map from tensor names to hashes")
+    return files, digests
 
 
 def _check_names(expected: set[str], found: set[str], folder: Path) -> list[str]:
@@ -119,7 +136,7 @@ def _check_names(expected: set[str], found: set[str], folder: Path) -> list[str]
     return missing + [f"{name}: {folder.name} has it, the model does not" for name in sorted(found - expected)]
 
 
-def _check_file(path: Path, names: list[str], targets: dict[str, Tensor]) -> list[str]:
+def _check_file(path: Path, names: list[str], targets: dict[str, Tensor], digests: dict[str, str]) -> list[str]:
     """What is wrong with one shard, a sentence each; opening it compares its header with its size."""
     if not path.is_file():
         return [f"{path.name}: the index names it, but it does not exist"]
@@ -134,6 +151,8 @@ def _check_file(path: Path, names: list[str], targets: dict[str, Tensor]) -> lis
                 elif name in targets:
                     entry = opened.get_slice(name)
                     problems += _check_tensor(name, path.name, entry.get_shape(), entry.get_dtype(), targets[name])
+                    if name in digests and _digest(opened.get_tensor(name)) != digests[name]:
+                        problems.append(f"{name} in {path.name}: its bytes are not those whose hash the index holds")
     except (SafetensorError, OSError) as cause:
         problems.append(f"{path.name}: truncated or no safetensors file ({cause})")
     return problems

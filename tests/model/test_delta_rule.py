@@ -60,11 +60,32 @@ def test_the_chunk_size_does_not_matter(chunk):
     assert relative(kda_chunk(*sample(37), chunk=chunk)[0], gold) < 1e-13
 
 
-@pytest.mark.parametrize(("chunk", "length"), [(16, 130), (64, 65)])
-def test_the_strongest_gate_stays_finite_and_right(chunk, length):
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_anchored_products_equal_the_recurrent_form(length, dtype, bound):
+    gold, gold_state = kda_recurrent(*sample(length))
+    o, state = kda_chunk(*sample(length, dtype), anchored=True)
+    assert relative(o, gold) < bound
+    assert relative(state, gold_state) < bound
+
+
+@pytest.mark.parametrize("strength", [0.1, 5.0])
+def test_anchored_products_have_the_same_gradients(strength):
+    def gradients(anchored):
+        inputs = [x.requires_grad_() for x in sample(37, strength=strength)]
+        with torch.enable_grad():
+            o, last = kda_chunk(*inputs, anchored=anchored)
+            return torch.autograd.grad(o.square().sum() + last.square().sum(), inputs)
+
+    for direct, other in zip(gradients(False), gradients(True), strict=True):
+        assert relative(other, direct) < 1e-11
+
+
+@pytest.mark.parametrize(("chunk", "length", "anchored"), [(16, 130, False), (64, 65, False), (16, 130, True)])
+def test_the_strongest_gate_stays_finite_and_right(chunk, length, anchored):
     q, k, v, g, beta, state = sample(length, torch.float32)
     g = torch.full_like(g, -5.0)
-    o, last = kda_chunk(q, k, v, g, beta, state, chunk=chunk)
+    o, last = kda_chunk(q, k, v, g, beta, state, chunk=chunk, anchored=anchored)
     gold, gold_last = kda_recurrent(*(x.double() for x in (q, k, v, g, beta, state)))
     assert torch.isfinite(o).all()
     assert torch.isfinite(last).all()

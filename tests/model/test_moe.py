@@ -59,7 +59,7 @@ def test_scores_that_underflow_give_zero_weights(odd):
     assert (weights == 0).all()
 
 
-@pytest.mark.parametrize("form", ["gather", "dense", "auto"])
+@pytest.mark.parametrize("form", ["gather", "dense", "grouped", "auto"])
 @pytest.mark.parametrize("count", [0, 1, 4, 5, 13])
 def test_experts_by_hand_with_some_idle(odd, form, count):
     layer = filled(Experts(odd.replace(moe_form=form)))

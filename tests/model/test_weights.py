@@ -98,6 +98,17 @@ def truncate(folder):
     path.write_bytes(path.read_bytes()[:-5])
 
 
+def flip(folder):
+    path = shard_of(folder, HEAD)
+    edit(path, lambda t: t[HEAD][3, 5].neg_())
+
+
+def garble_hashes(folder):
+    index = json.loads((folder / INDEX).read_text())
+    index["metadata"]["sha256"] = "none"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
 def empty(folder):
     shard_of(folder, HEAD).write_bytes(b"")
 
@@ -143,6 +154,8 @@ def remove_index(folder):
         (add, r"stray in model-\d+-of-\d+\.safetensors: not in the index"),
         (reshape, rf"{HEAD} in model-\S+: shape \[52, 101\], the model has \[101, 52\]"),
         (retype, rf"{HEAD} in model-\S+: dtype I32"),
+        (flip, rf"{HEAD} in model-\S+: its bytes are not those whose hash the index holds"),
+        (garble_hashes, r"index\.json: metadata\.sha256 is no map"),
         (truncate, r"model-\d+-of-\d+\.safetensors: truncated or no safetensors file"),
         (empty, r"model-\d+-of-\d+\.safetensors: truncated or no safetensors file"),
         (foreign, r"model-\d+-of-\d+\.safetensors: truncated or no safetensors file"),
@@ -162,6 +175,14 @@ def test_damage_is_named_and_nothing_is_loaded(saved, odd, damage, named):
     with pytest.raises(WeightsError, match=named):
         load_weights(model, folder)
     assert same(model, untouched)
+
+
+def test_an_index_without_hashes_loads(saved):
+    model, folder = saved
+    index = json.loads((folder / INDEX).read_text())
+    del index["metadata"]["sha256"]
+    (folder / INDEX).write_text(json.dumps(index))
+    assert same(load_model(folder), model)
 
 
 def test_many_problems_come_in_one_message(saved, odd):

@@ -1,0 +1,1 @@
+"""The parts of examples/train_pico.py: data, optimiser, objectives, measurements, model card."""
