@@ -72,6 +72,8 @@ def run(state: RunState, corpus: Corpus) -> None:
             state.record(trainer.advance())
             if trainer.step % EVALUATE_STEPS == 0 or trainer.step == trainer.total_steps:
                 state.record_held_out(bits_per_byte(trainer.model, sample, state.selection))
+                # not only in the bar, which is not drawn where output goes to a file
+                progress.print(f"step {trainer.step} of {trainer.total_steps}, {state.seconds / 60:.1f} min, {state.summary()}")
             now = time.monotonic()
             state.seconds, begin = state.seconds + now - begin, now
             progress.update(task, completed=trainer.step, bits=state.summary())

@@ -81,6 +81,13 @@ class MissingDependencyError(K31Error):
     default_hint = "install the extra that brings it"
 
 
+class CheckpointError(K31Error):
+    """A checkpoint that is not where it should be, or whose files do not fit the model."""
+
+    code = "K31-0106"
+    default_hint = "git checkout examples/pico brings the trained one back; examples/train_pico.py makes it anew"
+
+
 class TraceError(K31Error):
     """A graph that could not be turned into functional ATen operators."""
 

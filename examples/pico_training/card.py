@@ -38,11 +38,18 @@ def _rounded(value: float | None) -> float | None:
 
 def write(out: Path, measured: dict[str, Any], corpus: Corpus) -> None:
     """Write measurements, curve and card of the checkpoint in `out`."""
-    measured = {**measured, "compressors": compressed_bits_per_byte(corpus.held_out_files), "text": corpus.digest}
+    text = {
+        "digest": corpus.digest,
+        "train_files": corpus.num_train_files,
+        "train_bytes": len(corpus.train),
+        "held_out_files": len(corpus.held_out_files),
+        "held_out_bytes": len(corpus.held_out),
+    }
+    measured = {**measured, "text": text, "compressors": compressed_bits_per_byte(corpus.held_out_files)}
     (out / MEASUREMENTS).write_text(json.dumps(measured, indent=1) + "\n")
     training = json.loads((out / TRAINING).read_text())
     draw_curve(out / CURVE, training, measured["compressors"])
-    (out / CARD).write_text(card_text(out, training, measured, corpus))
+    (out / CARD).write_text(card_text(out, training, measured))
 
 
 def draw_curve(path: Path, training: dict[str, Any], compressors: dict[str, float]) -> None:
@@ -71,14 +78,14 @@ def draw_curve(path: Path, training: dict[str, Any], compressors: dict[str, floa
     pyplot.close(figure)
 
 
-def card_text(out: Path, training: dict[str, Any], measured: dict[str, Any], corpus: Corpus) -> str:
-    """The model card, in Markdown."""
+def card_text(out: Path, training: dict[str, Any], measured: dict[str, Any]) -> str:
+    """The model card, in Markdown, from nothing but the files in `out`."""
     config, recipe, bits = load_config(out), training["recipe"], measured["bits_per_byte"]
     with torch.device("meta"):
         parameters = count_parameters(K31ForCausalLM(config))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     tokens = recipe["steps"] * recipe["rows"] * recipe["context"]
-    held_bytes = sum(len(text) for text in corpus.held_out_files)
+    text = measured["text"]
     mla = ", ".join(str(layer) for layer in config.full_attention_layers)
     compressors = measured["compressors"]
     return f"""# pico
@@ -104,8 +111,8 @@ vocabulary, byte 0 between files.
 {recipe["steps"]} steps of {recipe["rows"]} x {recipe["context"]} bytes ({tokens / 1e6:.2f} M), then
 {recipe["indexer_steps"]} steps for the indexers alone, in {training["seconds"] / 60:.0f} minutes on
 {training["threads"]} threads ({training["isa"]}), Python {training["python"]}, torch {training["torch"]}.
-Text: {corpus.num_train_files} files, {len(corpus.train) / 1e6:.2f} MB; held out by a hash of the file's name:
-{len(corpus.held_out_files)} files, {held_bytes / 1e6:.2f} MB. Not read: {", ".join(sorted(SKIPPED_FOLDERS))}.
+Text: {text["train_files"]} files, {text["train_bytes"] / 1e6:.2f} MB; held out by a hash of the file's name:
+{text["held_out_files"]} files, {text["held_out_bytes"] / 1e6:.2f} MB. Not read: {", ".join(sorted(SKIPPED_FOLDERS))}.
 
 ![bits per byte against steps](loss.svg)
 
@@ -117,7 +124,7 @@ not learn that in so few bytes, and then it hardly matters which keys it reads.
 
 ## Measured
 
-On all {measured["windows"]} held-out windows of {recipe["context"]} bytes, each read from an empty cache, with the
+On {measured["windows"]} windows of {recipe["context"]} bytes spread over the held-out files, each read from an empty cache, with the
 weights as shipped (in float32):
 
 | attention reads | bits per byte |

@@ -50,7 +50,7 @@ def demo_model(name: str) -> tuple[K31ForCausalLM, K31Config, str]:
 
     if name == "pico":
         model, config = build_model("pico")
-        return model, config, "pico, the trained checkpoint"
+        return model, config, f"pico, trained on Python source, {count_parameters(model) / 1e6:.2f} M parameters"
     config = CONFIGS[name]()
     what = f"{name}, weights from a seed (untrained: it writes gibberish)"
     if name == "tiny":

@@ -1,4 +1,4 @@
-"""The entries that ship with the command: K3.1 models of three sizes, a padded prefill chunk and one decode step.
+"""The entries that ship with the command: K3.1 models of several sizes, a padded prefill chunk and one decode step.
 
 Nothing here imports torch before an entry is built, so names can be listed and completed at once.
 """
@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import k31compile
-from k31compile.errors import NotBuiltYetError, UsageError
+from k31compile.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from k31compile.entry import Entry
     from k31compile.model import Caches, K31Config, K31ForCausalLM
 
@@ -29,7 +32,7 @@ class Shipped:
 
 
 SHIPPED = {
-    "pico": Shipped(chunk=48, history=80),
+    "pico": Shipped(chunk=48, history=144),
     "tiny": Shipped(chunk=48, history=80),
     "mini": Shipped(chunk=48, history=272),
     "full": Shipped(chunk=16, history=4080),
@@ -38,6 +41,18 @@ SHIPPED = {
 
 DEFAULT_DEPTH = {"full": 4}
 """How many layers of a model are built unless --layers says otherwise; all where it is not named here."""
+
+PROMPT = '''def fibonacci(n):
+    """Return the first n Fibonacci numbers."""
+    numbers = [0, 1]
+    while len(numbers) < n:
+        numbers.append(numbers[-1] + numbers[-2])
+    return numbers[:n]
+
+
+def main():
+'''
+"""What the demo continues, and what stands before and in the calls of `pico`."""
 
 PICO = Path(k31compile.__file__).parents[1] / "examples" / "pico"
 
@@ -50,12 +65,12 @@ def shipped_names() -> list[str]:
 def shipped_entries(name: str, part: str = "", dtype: str = "fp32", layers: int | None = None) -> list[Entry]:
     """Build the entries of a shipped name: both parts, or the one that is named.
 
-    Weights and the history in the caches come from a seed, except those of `pico`. `full` stands on the meta
-    device and is built with `layers` layers.
+    Weights and the history in the caches come from a seed, except those of `pico`, which is trained and reads text.
+    `full` stands on the meta device and is built with `layers` layers.
 
     Raises:
-        NotBuiltYetError: `pico` before its checkpoint is there.
-        UsageError: more layers than the model has.
+        CheckpointError: `pico`, and its checkpoint is missing or damaged.
+        UsageError: more layers than the model has, or fewer than all of `pico`.
     """
     model, config = build_model(name, dtype, layers)
     parts = [part] if part else list(PARTS)
@@ -63,7 +78,7 @@ def shipped_entries(name: str, part: str = "", dtype: str = "fp32", layers: int 
 
 
 def pico_is_here() -> bool:
-    """Whether the trained checkpoint has been shipped."""
+    """Whether the trained checkpoint is there: it is in the source tree, not in a wheel."""
     return (PICO / "config.json").is_file()
 
 
@@ -71,17 +86,28 @@ def build_model(name: str, dtype: str = "fp32", layers: int | None = None) -> tu
     """Build a shipped model; errors as for `shipped_entries`."""
     import torch
 
-    from k31compile.model import CONFIGS, K31ForCausalLM, load_model
+    from k31compile.model import CONFIGS, K31ForCausalLM
 
     if name == "pico":
-        if not pico_is_here():
-            raise NotBuiltYetError("the trained checkpoint 'pico' is not shipped yet", hint="'tiny' serves meanwhile")
-        trained = load_model(PICO)
-        return trained.eval(), trained.config
+        if layers is not None:
+            raise UsageError("--layers is not for pico: it was trained as a whole")
+        trained = _load_pico(getattr(torch, DTYPES[dtype]))
+        return trained, trained.config
     config = shallower(CONFIGS[name](), layers if layers is not None else DEFAULT_DEPTH.get(name))
     with torch.device("meta" if name == "full" else "cpu"):
         model = K31ForCausalLM(config)
     return model.to_serving_dtype(getattr(torch, DTYPES[dtype])).eval(), config
+
+
+def _load_pico(dtype: torch.dtype) -> K31ForCausalLM:
+    from k31compile.model import ModelError, load_model
+
+    if not pico_is_here():
+        raise CheckpointError("pico is not here", str(PICO), hint="it is in the source tree only; 'tiny' needs no files")
+    try:
+        return load_model(PICO, dtype).eval()
+    except ModelError as cause:
+        raise CheckpointError(f"pico cannot be loaded: {cause}") from cause
 
 
 def shallower(config: K31Config, layers: int | None) -> K31Config:
@@ -107,14 +133,28 @@ def _entry(name: str, part: str, model: K31ForCausalLM, config: K31Config, dtype
     device = model.lm_head.weight.device
     weight_dtype = getattr(torch, DTYPES[dtype])
     caches = Caches.allocate(config, 1, sizes.history + sizes.chunk, dtype=weight_dtype, device=device)
-    _fill(caches)
     length = sizes.chunk if part == "prefill" else 1
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(device)
+    if name == "pico":
+        tokens = _read_prompt(model, caches, sizes.history)[:, :length]
+    else:
+        _fill(caches)
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(device)
     start = torch.tensor([sizes.history], device=device)
     # a prefill chunk ends in padding, as the last chunk of a prompt does
     lengths = (torch.tensor([length - 5], device=device),) if part == "prefill" else ()
     return Entry(f"{name}:{part}", model, (tokens, caches, start, *lengths))
+
+
+def _read_prompt(model: K31ForCausalLM, caches: Caches, history: int) -> Tensor:
+    """Let the model read the first `history` bytes of the prompt; return those that follow, int64 [1, rest]."""
+    import torch
+
+    from k31compile.model import prefill
+
+    text = list(PROMPT.encode())
+    prefill(model, caches, [text[:history]])
+    return torch.tensor([text[history:]])
 
 
 def _fill(caches: Caches) -> None:

@@ -27,7 +27,7 @@ def load_entries(target: str, dtype: str | None = None, layers: int | None = Non
     Raises:
         UsageError: there is no such target, or an option does not apply to it.
         EntryError: the factory failed or returned something else than entries.
-        NotBuiltYetError: a shipped entry that this version does not have.
+        CheckpointError: the trained checkpoint is missing or damaged.
     """
     if dtype is not None and dtype not in shipped.DTYPES:
         raise UsageError(f"there is no dtype {dtype!r}", hint=f"dtypes: {', '.join(shipped.DTYPES)}")
