@@ -42,7 +42,9 @@ SAVE_SECONDS, EVALUATE_STEPS, EVALUATE_WINDOWS, MEASURE_WINDOWS = 30.0, 200, 32,
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint and its card.")] = HERE / "pico",
-    work: Annotated[Path, typer.Option(help="Folder of the state from which a killed run goes on.")] = Path("build/pico"),
+    work: Annotated[Path, typer.Option(help="Folder of the state from which a killed run goes on.")] = Path(
+        "build/pico"
+    ),
     steps: Annotated[int, typer.Option(min=1, help="Steps of four rows of 512 bytes.")] = Recipe.steps,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = Recipe.seed,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever lies in the work folder.")] = False,
@@ -73,7 +75,9 @@ def run(state: RunState, corpus: Corpus) -> None:
             if trainer.step % EVALUATE_STEPS == 0 or trainer.step == trainer.total_steps:
                 state.record_held_out(bits_per_byte(trainer.model, sample, state.selection))
                 # not only in the bar, which is not drawn where output goes to a file
-                progress.print(f"step {trainer.step} of {trainer.total_steps}, {state.seconds / 60:.1f} min, {state.summary()}")
+                progress.print(
+                    f"step {trainer.step} of {trainer.total_steps}, {state.seconds / 60:.1f} min, {state.summary()}"
+                )
             now = time.monotonic()
             state.seconds, begin = state.seconds + now - begin, now
             progress.update(task, completed=trainer.step, bits=state.summary())

@@ -67,7 +67,10 @@ def draw_curve(path: Path, training: dict[str, Any], compressors: dict[str, floa
     axes.plot(*zip(*training["held_out"], strict=True), "o-", color="#b03a2e", ms=3, label="held-out files")
     for style, (name, value) in zip(("--", ":"), compressors.items(), strict=True):
         axes.axhline(value, color="#555", ls=style, lw=0.8, label=f"{name}, each held-out file on its own")
-    for share, what in ((recipe["lookup_until"], "lookup no longer taught"), (recipe["sparse_from"], "sparse from here")):
+    for share, what in (
+        (recipe["lookup_until"], "lookup no longer taught"),
+        (recipe["sparse_from"], "sparse from here"),
+    ):
         axes.axvline(share * recipe["steps"], color="#ccc", lw=0.8)
         axes.text(share * recipe["steps"] + 10, 4.1, what, fontsize=7, color="#555")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(1.3, 4.3), xlim=(0, len(bits)))

@@ -43,7 +43,9 @@ class RunState:
         """Keep the losses of one step; a number that is not finite ends the run."""
         bad = [name for name, value in losses.items() if not value < float("inf")]
         if bad:
-            raise StateError(f"step {self.trainer.step}: {', '.join(bad)} is not finite; {self.path} holds the last good state")
+            raise StateError(
+                f"step {self.trainer.step}: {', '.join(bad)} is not finite; {self.path} holds the last good state"
+            )
         self.losses.append(losses)
 
     @property

@@ -21,7 +21,9 @@ ROUNDS, MIN_ROUNDS, ROUNDS_TIME = 15, 3, 30.0
 def demo(
     prompt: Annotated[str, typer.Option(help="The text to continue; its bytes are the tokens.")] = entries.PROMPT,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens to generate.")] = 32,
-    model: Annotated[str | None, typer.Option(help="pico (trained), tiny or mini; default: pico if it is here.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="pico (trained), tiny or mini; default: pico if it is here.")
+    ] = None,
     skip: Annotated[str, typer.Option(help="Columns to leave out: eager, inductor, or both with a comma.")] = "",
     limit: Annotated[float, typer.Option(min=1, help="Seconds after which a column that still builds stops.")] = 150,
     built: Annotated[bool, typer.Option("--built", help="Also k31 with Inductor around it; takes minutes.")] = False,

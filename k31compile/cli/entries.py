@@ -103,7 +103,9 @@ def _load_pico(dtype: torch.dtype) -> K31ForCausalLM:
     from k31compile.model import ModelError, load_model
 
     if not pico_is_here():
-        raise CheckpointError("pico is not here", str(PICO), hint="it is in the source tree only; 'tiny' needs no files")
+        raise CheckpointError(
+            "pico is not here", str(PICO), hint="it is in the source tree only; 'tiny' needs no files"
+        )
     try:
         return load_model(PICO, dtype).eval()
     except ModelError as cause:

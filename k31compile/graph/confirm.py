@@ -69,6 +69,11 @@ class Reading(ABC):
     extra_operands: tuple[fx.Node, ...] = ()
     context: str = ""
 
+    @property
+    def replaced(self) -> tuple[fx.Node, ...]:
+        """The outputs that `build` gives anew: the last one, unless a reading says otherwise."""
+        return self.region.outputs[-1:]
+
     @abstractmethod
     def substitutions(self) -> Sequence[Substitution]:
         """Sizes to confirm at, chosen so that a wrong region shows: shrunk ones first, then as they are."""
@@ -89,6 +94,10 @@ class Reading(ABC):
     @abstractmethod
     def sample(self, generator: torch.Generator, trial: int) -> Sample:
         """Leaf values from the operator's domain: magnitudes over decades, boundary indices forced."""
+
+    def run(self, sample: Sample, substitution: Substitution, trial: int) -> Sequence[torch.Tensor]:
+        """The region's outputs on a sample, in float64."""
+        return run_in_float64(self.region, sample, substitution)
 
     @abstractmethod
     def judge(self, sample: Sample, outputs: Sequence[torch.Tensor]) -> float:
@@ -174,7 +183,7 @@ def _confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
         generator = torch.Generator().manual_seed(1009 * trial + 17)
         try:
             sample = reading.sample(generator, trial)
-            outputs = run_in_float64(reading.region, sample, substitution)
+            outputs = reading.run(sample, substitution, trial)
             worst = max(worst, reading.judge(sample, outputs))
         except Mismatch as mismatch:
             raise Mismatch(str(mismatch.args[0]), trial) from None

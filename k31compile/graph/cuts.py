@@ -29,14 +29,18 @@ class Leak:
 
 
 def find_leaves(
-    flow: Dataflow, core: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node] = ()
+    flow: Dataflow,
+    core: Collection[fx.Node],
+    eligible: Eligible,
+    kept: Collection[fx.Node] = (),
+    capacity: Callable[[fx.Node], int] = nbytes_of,
 ) -> tuple[fx.Node, ...] | Leak:
     """The leaves above `core`; `kept` nodes are leaves wherever they stand (an anchor, an earlier operator's output).
 
     Leaves do not depend on each other: one that does is pushed inside and the cut repeated, the last finite cut kept.
     """
     inside = set(core)
-    found = _nearest_cut(flow, inside, eligible, kept)
+    found = _nearest_cut(flow, inside, eligible, kept, capacity)
     for _ in range(4):
         if isinstance(found, Leak):
             return found
@@ -44,7 +48,7 @@ def find_leaves(
         if not dependent:
             return found
         inside |= dependent
-        repeated = _nearest_cut(flow, inside, eligible, kept)
+        repeated = _nearest_cut(flow, inside, eligible, kept, capacity)
         if isinstance(repeated, Leak):
             return found
         found = repeated
@@ -84,13 +88,17 @@ def _sliced_base(node: fx.Node) -> fx.Node:
 
 
 def _nearest_cut(
-    flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node]
+    flow: Dataflow,
+    inside: Collection[fx.Node],
+    eligible: Eligible,
+    kept: Collection[fx.Node],
+    capacity: Callable[[fx.Node], int],
 ) -> tuple[fx.Node, ...] | Leak:
     window = _window(flow, inside, eligible, kept)
     graph: nx.DiGraph = nx.DiGraph()
     for node in window:
         if node in kept or eligible(node):
-            graph.add_edge((node, "in"), (node, "out"), capacity=0 if node in kept else nbytes_of(node))
+            graph.add_edge((node, "in"), (node, "out"), capacity=0 if node in kept else capacity(node))
         else:
             graph.add_edge((node, "in"), (node, "out"))
         sources = [s for s in flow.inputs[node] if s not in flow.constants]

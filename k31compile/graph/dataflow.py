@@ -84,6 +84,12 @@ class Dataflow:
                 constants.add(node)
         return constants
 
+    @cached_property
+    def live(self) -> set[fx.Node]:
+        """Nodes whose values reach the end of the graph; others lend a shape at most."""
+        ends = [node for node in self.nodes if node.op == "output" or node.target is ATEN.copy_.default]
+        return self.ancestors(ends)
+
     def ancestors(self, starts: Iterable[fx.Node], stop: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
         """All nodes that `starts` depend on, themselves included; the walk does not go past `stop`."""
         return _reach(starts, self.inputs, stop)

@@ -54,7 +54,9 @@ def test_files_are_sharded_small_and_in_the_dtypes_of_serving(pico_folder: Path)
     assert sum(path.stat().st_size for path in shards) <= 8e6
     expected = K31ForCausalLM(CONFIG).to_serving_dtype(torch.bfloat16).state_dict()
     held = {name: tensor for path in shards for name, tensor in load_file(path).items()}
-    assert {name: (t.dtype, t.shape) for name, t in held.items()} == {n: (t.dtype, t.shape) for n, t in expected.items()}
+    assert {name: (t.dtype, t.shape) for name, t in held.items()} == {
+        n: (t.dtype, t.shape) for n, t in expected.items()
+    }
     assert all(torch.isfinite(tensor).all() for tensor in held.values())
 
 

@@ -42,9 +42,7 @@ def test_lookup_loss_by_hand() -> None:
     repeated = torch.tensor([[[False, False], [False, True]]])
     expected = -(torch.tensor(0.75).log() + torch.tensor(0.5).log()) / 2
     torch.testing.assert_close(lookup_loss(attention, repeated, heads=2), expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(
-        lookup_loss(attention, repeated, heads=1), -torch.tensor(0.75).log(), rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(lookup_loss(attention, repeated, heads=1), -torch.tensor(0.75).log(), rtol=1e-5, atol=0)
     assert lookup_loss(attention, torch.zeros_like(repeated), heads=2) == 0
 
 

@@ -4,7 +4,7 @@ A recogniser declares where an operator may be and what it computes; everything 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -14,18 +14,20 @@ from k31compile.graph.cuts import Eligible, Leak, find_leaves
 from k31compile.graph.dataflow import Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.rewrite import replace_outputs
+from k31compile.graph.sizes import nbytes_of
 from k31compile.graph.source import source_line
 from k31compile.report import Refusal
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a recogniser asks for one anchor: the outputs, what must lie inside, and what may be a leaf."""
+    """What a recogniser asks for one anchor: the outputs, what must lie inside, what may be a leaf and its price."""
 
     outputs: tuple[fx.Node, ...]
     core: frozenset[fx.Node]
     eligible: Eligible
     kept: tuple[fx.Node, ...] = ()
+    capacity: Callable[[fx.Node], int] = nbytes_of
 
 
 class Recogniser(ABC):
@@ -123,7 +125,7 @@ def _attempt(
 def _try_demand(
     module: fx.GraphModule, flow: Dataflow, recogniser: Recogniser, anchor: fx.Node, demand: Demand
 ) -> Confirmation | _Reason:
-    leaves = find_leaves(flow, demand.core, demand.eligible, demand.kept)
+    leaves = find_leaves(flow, demand.core, demand.eligible, demand.kept, demand.capacity)
     if isinstance(leaves, Leak):
         return _Reason(1, _describe_leak(leaves))
     best = _Reason(0, "")
@@ -145,7 +147,7 @@ def _try_demand(
             best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
             continue
         try:
-            replace_outputs(module, _operand_nodes(reading), region.outputs[-1:], reading.build)
+            replace_outputs(module, _operand_nodes(reading), reading.replaced, reading.build)
         except ValueError as error:
             best = max(best, _Reason(2, str(error)), key=lambda reason: reason.rank)
             continue
@@ -182,5 +184,5 @@ def outside_users(flow: Dataflow, inner: Collection[fx.Node], outputs: Collectio
         for node in inner
         if node not in outputs and node not in flow.constants
         for reader in flow.users[node]
-        if reader not in inside
+        if reader not in inside and reader in flow.live
     }

@@ -1,0 +1,230 @@
+"""Where a graph forgets: exponentials of a gate, grouped by gate, and what they multiply (K3.1 spec 2.4, 2.5)."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.sizes import is_float, is_tensor, numel_of, shape_of
+from k31compile.graph.views import is_view
+
+_EXPONENTIALS = {ATEN.exp.default, ATEN.exp2.default, ATEN.pow.Scalar}
+_CUMULATIVE = {ATEN.cumsum.default}
+_CASTS = {ATEN._to_copy.default, ATEN.to.dtype}
+_PRODUCTS_WITH_A_CONSTANT = {ATEN.matmul.default, ATEN.mm.default, ATEN.bmm.default, ATEN.einsum.default}
+# What stands between a gate and its exponential in somebody's code: sums, differences, masks and views of it.
+_PLUMBING = {
+    *_CUMULATIVE,
+    ATEN.add.Tensor,
+    ATEN.sub.Tensor,
+    ATEN.mul.Tensor,
+    ATEN.div.Tensor,
+    ATEN.neg.default,
+    ATEN.where.self,
+    ATEN.masked_fill.Scalar,
+    ATEN.masked_fill.Tensor,
+    ATEN.tril.default,
+    ATEN.constant_pad_nd.default,
+    ATEN.pad.default,
+    ATEN._to_copy.default,
+    ATEN.to.dtype,
+    ATEN.index.Tensor,
+    ATEN.index_select.default,
+    ATEN.gather.default,
+    ATEN.flip.default,
+    ATEN.clamp.default,
+    ATEN.clamp_min.default,
+    ATEN.clamp_max.default,
+    ATEN.cat.default,
+    ATEN.stack.default,
+}
+_PASSING_STATES = {
+    ATEN.index_put.default,
+    ATEN.index_copy.default,
+    ATEN.slice_scatter.default,
+    ATEN.select_scatter.default,
+    ATEN.copy.default,
+    ATEN.copy_.default,
+    ATEN._to_copy.default,
+    ATEN.to.dtype,
+    ATEN.where.self,
+    ATEN.stack.default,
+}
+WINDOW_NODES = 400
+"""How many nodes after the last exponential of a gate its recurrence may still take."""
+
+
+@dataclass(frozen=True)
+class Decays:
+    """All exponentials of one gate, and the highest nodes that are sums over it, in the order of the graph."""
+
+    exponentials: tuple[fx.Node, ...]
+    cumulative: tuple[fx.Node, ...]
+
+    @property
+    def starts(self) -> tuple[fx.Node, ...]:
+        """What must lie inside a region: the running sums of the gate, or else its exponentials."""
+        return self.cumulative or self.exponentials
+
+
+def find_decays(flow: Dataflow) -> list[Decays]:
+    """Exponentials grouped by the gate that they are taken of, in the order of the graph."""
+    groups: dict[frozenset[fx.Node], list[fx.Node]] = {}
+    sums: dict[frozenset[fx.Node], set[fx.Node]] = {}
+    for node in flow.nodes:
+        if node.target in _EXPONENTIALS and node not in flow.constants and is_float(node):
+            gate, cumulative = _gate_of(flow, node)
+            groups.setdefault(gate, []).append(node)
+            sums.setdefault(gate, set()).update(cumulative)
+    return [Decays(tuple(nodes), tuple(flow.in_order(sums[gate]))) for gate, nodes in groups.items()]
+
+
+def _gate_of(flow: Dataflow, exponential: fx.Node) -> tuple[frozenset[fx.Node], set[fx.Node]]:
+    """What an exponential is taken of, behind sums and views, and the running sums on the way."""
+    gate: set[fx.Node] = set()
+    cumulative: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    todo = [source for source in flow.inputs[exponential] if source not in flow.constants]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        sources = [source for source in flow.inputs[node] if source not in flow.constants]
+        is_sum = node.target in _CUMULATIVE or (node.target in _PRODUCTS_WITH_A_CONSTANT and len(sources) == 1)
+        if is_sum:
+            cumulative.add(node)
+        # A product of two tensors of the caller is a gate's own formula, not a way to pass it on.
+        passes = is_view(node) or is_sum or node.target in _PLUMBING
+        if passes and sources and not (node.target in (ATEN.mul.Tensor, ATEN.div.Tensor) and len(sources) > 1):
+            todo.extend(sources)
+        else:
+            gate.add(node)
+    return frozenset(gate), cumulative
+
+
+def serves_all_channels(product: fx.Node) -> bool:
+    """Whether the decay in a state product is one number for both dimensions of the state: the scalar gate."""
+    factors = [a for a in product.args[:2] if isinstance(a, fx.Node)] if product.args else []
+    if product.target is ATEN.einsum.default:
+        factors = list(product.args[1])  # type: ignore[arg-type]
+    return min(numel_of(factor) for factor in factors) * numel_of_last_two(product) == numel_of(product)
+
+
+def numel_of_last_two(node: fx.Node) -> int:
+    """Elements of one matrix in a batch of them."""
+    return shape_of(node)[-2] * shape_of(node)[-1]
+
+
+def state_products(flow: Dataflow, decays: Decays) -> list[fx.Node]:
+    """Products of a larger state with a decay that is one number for its last dimension, the one before, or both."""
+    window = _window(flow, decays)
+    below = flow.descendants(decays.exponentials, stop=lambda node: node not in window)
+    found = []
+    for node in flow.in_order(below & window):
+        factors = [a for a in node.args[:2] if isinstance(a, fx.Node) and is_tensor(a)] if node.args else []
+        if node.target is ATEN.einsum.default:
+            factors = [a for a in node.args[1] if isinstance(a, fx.Node)]  # type: ignore[union-attr]
+        if node.target not in (ATEN.mul.Tensor, ATEN.einsum.default) or len(factors) != 2:
+            continue
+        for decay, state in (factors, factors[::-1]):
+            if _unmoved(decay) in decays.exponentials and _is_spread(decay, state, node):
+                found.append(node)
+                break
+    return found
+
+
+def _unmoved(node: fx.Node) -> fx.Node:
+    """The node behind views and casts."""
+    while (is_view(node) or node.target in _CASTS) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _is_spread(decay: fx.Node, state: fx.Node, product: fx.Node) -> bool:
+    """Whether the decay is one number for the whole last or one before last dimension of the state, or for both."""
+    sizes, own = shape_of(state), shape_of(decay)
+    if len(sizes) < 3 or numel_of(product) != numel_of(state) or sorted(shape_of(product)) != sorted(sizes):
+        return False
+    if product.target is ATEN.einsum.default:
+        return len(own) == len(sizes) - 1 and not set(own) - set(sizes)
+    aligned = (1,) * (len(sizes) - len(own)) + own
+    spread = [dim for dim in range(len(sizes)) if aligned[dim] != sizes[dim]]
+    return bool(spread) and all(aligned[dim] == 1 and dim >= len(sizes) - 2 for dim in spread)
+
+
+def _window(flow: Dataflow, decays: Decays) -> set[fx.Node]:
+    first = flow.position[decays.starts[0]]
+    last = flow.position[decays.exponentials[-1]]
+    return set(flow.nodes[first : last + WINDOW_NODES])
+
+
+def final_states(flow: Dataflow, decays: Decays, state: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Nodes of the state's shape that are kept after the graph, and what passes them on to the end.
+
+    Kept is what is copied into an input or returned, be it through views, casts and writes into a pool.
+    """
+    below = flow.descendants(decays.exponentials)
+    kept: list[fx.Node] = []
+    passing: set[fx.Node] = set()
+    output = flow.nodes[-1]
+    ends = [node for node in flow.nodes if node.target is ATEN.copy_.default]
+    for end in (*ends, *flow.inputs[output]):
+        node, way = end, [end]
+        while node in below and (is_view(node) or node.target in _PASSING_STATES) and node not in kept:
+            sources = [source for source in flow.inputs[node] if source in below]
+            if len(sources) != 1:
+                break
+            node = sources[0]
+            way.append(node)
+        if node in below and _has_shape_of(node, state) and not is_view(node):
+            passing.update(way[:-1])
+            if node not in kept:
+                kept.append(node)
+    return kept, passing
+
+
+def _has_shape_of(node: fx.Node, state: fx.Node) -> bool:
+    def wide(of: fx.Node) -> list[int]:
+        return sorted(size for size in shape_of(of) if size != 1)
+
+    return is_float(node) and wide(node) == wide(state)
+
+
+def common_exits(
+    flow: Dataflow, decays: Decays, states: Collection[fx.Node], passing: Collection[fx.Node]
+) -> list[fx.Node]:
+    """Nodes that every way from the decays out of their window goes through, nearest first.
+
+    The ways that only keep a state, from `states` through `passing` to the end, do not count.
+    """
+    window = _window(flow, decays)
+    below = flow.descendants(decays.exponentials, stop=lambda node: node not in window) - set(passing)
+    reverse: nx.DiGraph = nx.DiGraph()
+    sink, source = "sink", "source"
+    for node in below:
+        if node not in window:
+            reverse.add_edge(sink, node)
+            continue
+        users = [user for user in flow.users[node] if user in below]
+        if node in states:
+            users = [user for user in users if user.op != "output"]
+        elif node.op == "output":
+            reverse.add_edge(sink, node)
+        for user in users:
+            reverse.add_edge(user, node)
+    for node in decays.exponentials:
+        reverse.add_edge(node, source)
+    if sink not in reverse:
+        return []
+    dominators = nx.immediate_dominators(reverse, sink)
+    chain: list[fx.Node] = []
+    node = dominators.get(source)
+    while isinstance(node, fx.Node):
+        if node.op != "output" and node not in decays.exponentials:
+            chain.append(node)
+        following = dominators.get(node)
+        node = None if following is node else following
+    return chain

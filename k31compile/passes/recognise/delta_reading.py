@@ -1,0 +1,276 @@
+"""One assignment of leaves to the operands of a delta rule: samples, comparison, operator (K3.1 spec 2.4, 2.5)."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading
+from k31compile.graph.evaluate import run_in_float64
+from k31compile.graph.layout import Layout, layouts
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import Substitution, shape_of, shape_under, symbols_of, value_of
+from k31compile.passes.recognise.operands import Dense, Values
+
+LN2 = math.log(2)
+SMALL_HEADS = 3
+_LARGE_HEADS = 8
+
+
+@dataclass(frozen=True)
+class DeltaOperands:
+    """Leaves with their layouts; gate has letters bthk, or bth for a scalar gate; outputs as layouts."""
+
+    query: Dense
+    key: Dense
+    value: Dense
+    gate: Dense
+    beta: Dense
+    state: Dense | None
+    out: Layout
+    final: Layout | None
+
+    @property
+    def vectors(self) -> tuple[Dense, Dense, Dense]:
+        """What a first sample treats alike, so that it serves every order of the three."""
+        return self.query, self.key, self.value
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether one gate serves all channels of a head: then it is no KDA."""
+        return self.gate.layout.letters == "bth"
+
+
+class DeltaReading(Reading):
+    """Leaves read as q, k, v, gate, beta and a state, for one of four operators."""
+
+    def __init__(self, name: str, region: Region, operands: DeltaOperands, exponent: float, memo: dict) -> None:
+        """One assignment, not yet confirmed; gates count in units of `exponent`, and `memo` is shared by all orders."""
+        self.name, self.region, self.operands, self.exponent = name, region, operands, exponent
+        self.context = f"{exponent:.6f}"
+        self.learned: float | None = None
+        self._memo = memo
+
+    @property
+    def replaced(self) -> tuple[fx.Node, ...]:
+        """Output and state."""
+        return self.region.outputs
+
+    def begin(self, substitution: Substitution) -> None:
+        """Take these sizes and forget the scale."""
+        self._substitution = substitution
+        self._letters = self._letters_under(substitution)
+        self.learned = None
+
+    def substitutions(self) -> list[Substitution]:
+        """Symbols made small and odd; and fewer heads first, where their number means nothing else."""
+        shapes = [value_of(leaf).shape for leaf in self.region.leaves]
+        symbols = {symbol: 3 + 2 * i for i, symbol in enumerate(symbols_of(s for shape in shapes for s in shape))}
+        letters = self._letters_under(symbols)
+        heads, batch = letters["h"], letters["b"]
+        numbers = {size for letter, size in letters.items() if letter != "h"} | {16, 32, 64, 128}
+        products = {batch * heads, heads * letters["k"], heads * letters["v"]}
+        if heads <= _LARGE_HEADS or heads in numbers or products & numbers or len(products) < 2:
+            return [symbols]
+        fewer = {heads: SMALL_HEADS}
+        for size in (batch, letters["k"], letters["v"], batch * letters["t"]):
+            fewer.setdefault(heads * size, SMALL_HEADS * size)
+        return [{**symbols, **fewer}, symbols]
+
+    def _letters_under(self, substitution: Substitution) -> dict[str, int]:
+        letters = {letter: self.operands.query.size(letter, substitution) for letter in "bthk"}
+        letters["v"] = self.operands.value.size("v", substitution)
+        return letters
+
+    def sizes(self) -> Mapping[str, int]:
+        """B, T, H, K, V."""
+        return {letter.upper(): size for letter, size in self._letters.items()}
+
+    def samples(self) -> int:
+        """Four where a sample has many tokens, more where it has few."""
+        return 4 if self._letters["t"] > 4 else 6
+
+    def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
+        """Unit keys, gates from none to the strongest, beta in 0..1; from the second sample on values over decades."""
+        sample: dict[fx.Node, torch.Tensor] = {}
+        for leaf in self.region.leaves:
+            for operand in self.operands.vectors:
+                if operand.leaf is leaf:
+                    sample |= operand.place(self._vectors(operand, generator, trial))
+            if leaf is self.operands.gate.leaf:
+                sample |= self.operands.gate.place(self._gates(generator, trial))
+            if leaf is self.operands.beta.leaf:
+                sample |= self.operands.beta.place(self._betas(generator, trial))
+            if self.operands.state is not None and leaf is self.operands.state.leaf:
+                sizes = [self._letters[letter] for letter in "bhkv"]
+                state = torch.randn(sizes, generator=generator, dtype=torch.float64)
+                sample |= self.operands.state.place(state * (1.0, 30.0, 1e-3, 1.0)[trial % 4])
+        return sample
+
+    def _vectors(self, operand: Dense, generator: torch.Generator, trial: int) -> torch.Tensor:
+        sizes = [self._letters[letter] for letter in operand.layout.letters]
+        vectors = torch.nn.functional.normalize(torch.randn(sizes, generator=generator, dtype=torch.float64), dim=-1)
+        if trial == 0 or operand is self.operands.key:
+            return vectors
+        decades = torch.rand(sizes[:3], generator=generator, dtype=torch.float64) * 4 - 2
+        return vectors * 10 ** decades[..., None]
+
+    def _gates(self, generator: torch.Generator, trial: int) -> torch.Tensor:
+        sizes = [self._letters[letter] for letter in self.operands.gate.layout.letters]
+        strongest = (0.3, 5.0, 0.02, 2.0)[trial % 4]
+        gates = -strongest * torch.rand(sizes, generator=generator, dtype=torch.float64)
+        return gates / self.exponent
+
+    def _betas(self, generator: torch.Generator, trial: int) -> torch.Tensor:
+        sizes = [self._letters[letter] for letter in "bth"]
+        return torch.rand(sizes, generator=generator, dtype=torch.float64) * (1.0, 1.0, 1.9, 0.5)[trial % 4]
+
+    def run(self, sample: Values, substitution: Substitution, trial: int) -> Sequence[torch.Tensor]:
+        """The region's outputs; a first sample is the same for every order of the vectors and is run once."""
+        if trial:
+            return run_in_float64(self.region, sample, substitution)
+        layouts_used = tuple(sorted((o.leaf.name, o.layout) for o in self._dense()))
+        key = (layouts_used, tuple(sorted((str(k), v) for k, v in substitution.items())))
+        if key not in self._memo:
+            self._memo[key] = run_in_float64(self.region, sample, substitution)
+        return self._memo[key]
+
+    def _dense(self) -> list[Dense]:
+        found = [*self.operands.vectors, self.operands.gate, self.operands.beta]
+        return found + ([self.operands.state] if self.operands.state is not None else [])
+
+    def judge(self, sample: Values, outputs: Sequence[torch.Tensor]) -> float:
+        """o equal up to one factor, the state exactly."""
+        expected, state = self._definition(sample)
+        got = self.operands.out.canonical(outputs[0])
+        if self.learned is None:
+            self.learned = float((got * expected).sum() / expected.square().sum().clamp_min(1e-300))
+        error = _distance(got, self.learned * expected)
+        if not error < TOLERANCE or self.learned == 0:
+            raise Mismatch(f"its output differs from the {self._rule()} by {error:.1e} of its size")
+        if self.operands.final is not None:
+            final = _distance(self.operands.final.canonical(outputs[1]), state)
+            if not final < TOLERANCE:
+                raise Mismatch(f"its state differs from that of the {self._rule()} by {final:.1e} of its size")
+            error = max(error, final)
+        return error
+
+    def _rule(self) -> str:
+        return "gated delta rule (decay, predict, write, read)"
+
+    def _definition(self, sample: Values) -> tuple[torch.Tensor, torch.Tensor]:
+        operands = self.operands
+        query, key, value, gate, beta = (
+            o.canonical(sample) for o in (operands.query, operands.key, operands.value, operands.gate, operands.beta)
+        )
+        sizes = [self._letters[letter] for letter in "bhkv"]
+        state = torch.zeros(sizes, dtype=torch.float64) if operands.state is None else operands.state.canonical(sample)
+        gate = self.exponent * gate
+        return _operator(self.name)(query, key, value, gate, beta, state)
+
+    def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The operator, its results in the layouts and dtypes of the author's."""
+        operands, values = self.operands, dict(zip(self.region.leaves, leaves, strict=True))
+        query, key, value, gate, beta = (
+            o.canonical(values) for o in (operands.query, operands.key, operands.value, operands.gate, operands.beta)
+        )
+        if self.exponent != 1.0:
+            gate = gate * self.exponent
+        layout = "VK" if _holds_values_first(operands) else "KV"
+        state = None
+        if operands.state is not None:
+            state = operands.state.canonical(values)
+            state = state.transpose(-1, -2) if layout == "VK" else state
+        elif not self.name.endswith("chunk"):
+            state = query.new_zeros(
+                *query.shape[:1], query.shape[2], query.shape[3], value.shape[3], dtype=torch.float32
+            )
+            state = state.transpose(-1, -2) if layout == "VK" else state
+        assert self.learned is not None
+        out, final = _operator(self.name)(query, key, value, gate, beta, state, scale=self.learned, state_layout=layout)
+        old = value_of(self.region.outputs[0])
+        results = [operands.out.restore(out, old.dim()).to(old.dtype)]
+        if operands.final is not None:
+            kept = value_of(self.region.outputs[1])
+            final = final.transpose(-1, -2) if layout == "VK" else final
+            results.append(operands.final.restore(final, kept.dim()).to(kept.dtype))
+        return tuple(results)
+
+
+def _operator(name: str):
+    return getattr(torch.ops.k31, name)
+
+
+def _holds_values_first(operands: DeltaOperands) -> bool:
+    """Whether the state lies in memory as [.., V, K]."""
+    layout = operands.state.layout if operands.state is not None else operands.final
+    if layout is None:
+        return False
+    key, value = layout.dims[2], layout.dims[3]
+    return key is not None and value is not None and value < key
+
+
+def _distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value of a head's row."""
+    if not got.numel():
+        return 0.0
+    scale = expected.abs().amax(dim=(-1,), keepdim=True).clamp_min(1e-300)
+    floor = expected.abs().max() * 1e-6
+    return float(((got - expected).abs() / torch.maximum(scale, floor)).max())
+
+
+def assignments(
+    region: Region,
+    gate: fx.Node,
+    rest: Sequence[fx.Node],
+    out: fx.Node,
+    final: fx.Node | None,
+    is_scalar: bool,
+) -> Iterator[DeltaOperands]:
+    """Every way to read the leaves by shape; `rest` are the float leaves but for the gate."""
+    for out_layout in plain_layouts(shape_of(out), "bthv", {}):
+        known = {letter: out_layout.size(letter, shape_of(out)) for letter in "bthv"}
+        tokens = {letter: known[letter] for letter in "bth"}
+        for order in itertools.permutations(rest):
+            query, key, value, beta, *states = order
+            if len(states) > 1:
+                return
+            for query_layout in plain_layouts(shape_of(query), "bthk", tokens):
+                width = query_layout.size("k", shape_of(query))
+                wanted = {**known, "k": width}
+                found = [
+                    plain_layouts(shape_of(key), "bthk", wanted),
+                    plain_layouts(shape_of(value), "bthv", wanted),
+                    plain_layouts(shape_of(gate), "bth" if is_scalar else "bthk", wanted),
+                    plain_layouts(shape_of(beta), "bth", wanted),
+                    plain_layouts(shape_of(states[0]), "bhkv", wanted) if states else [None],
+                    plain_layouts(shape_of(final), "bhkv", wanted) if final is not None else [None],
+                ]
+                for key_l, value_l, gate_l, beta_l, state_l, final_l in itertools.product(*found):
+                    yield DeltaOperands(
+                        Dense(query, query_layout),
+                        Dense(key, key_l),
+                        Dense(value, value_l),
+                        Dense(gate, gate_l),
+                        Dense(beta, beta_l),
+                        Dense(states[0], state_l) if states else None,
+                        out_layout,
+                        final_l,
+                    )
+
+
+def plain_layouts(shape: Sequence[int], letters: str, known: Mapping[str, int]) -> tuple[Layout, ...]:
+    """The layouts of a shape, one of those that differ only in where letters of size one are: the tidiest."""
+    return _plain_layouts(tuple(shape), letters, tuple((x, known[x]) for x in letters if x in known))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_layouts(shape: tuple[int, ...], letters: str, known: tuple[tuple[str, int], ...]) -> tuple[Layout, ...]:
+    found: dict[tuple[int | None, ...], Layout] = {}
+    for layout in layouts(shape, letters, dict(known)):
+        found.setdefault(tuple(None if dim is None or shape[dim] == 1 else dim for dim in layout.dims), layout)
+    return tuple(found.values())

@@ -1,0 +1,171 @@
+"""The gated delta rule in anyone's spelling, token by token or in chunks (K3.1 spec 2.4, 2.5, 3.2).
+
+S = Diag(exp g) S;  u = beta (v - S^T k);  S = S + k u^T;  o = scale S^T q
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import fx
+
+from k31compile.graph.confirm import Mismatch, Reading
+from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import is_float, numel_of, shape_of
+from k31compile.graph.views import is_view
+from k31compile.passes.recognise.decays import (
+    Decays,
+    common_exits,
+    final_states,
+    find_decays,
+    serves_all_channels,
+    state_products,
+)
+from k31compile.passes.recognise.delta_reading import LN2, DeltaReading, assignments
+from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.operands import with_plain_integers
+
+_MOST_EXITS = 8
+_MOST_READINGS = 96
+
+
+class DeltaRuleRecogniser(Recogniser):
+    """Anchored on the exponentials of a gate; what they decay must be the state of a delta rule.
+
+    `name` is kda_recurrent or kda_chunk, or gated_delta_recurrent or gated_delta_chunk where one gate serves all
+    channels of a head: that is another operator.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Look for one of the four operators."""
+        self.name = name
+        self.in_chunks = name.endswith("chunk")
+        self.is_scalar = name.startswith("gated_delta")
+
+    def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
+        """The first exponential of each gate that is summed over a chunk, or of each that is not."""
+        groups = flow.remember("decays", lambda: find_decays(flow))
+        return [group.exponentials[0] for group in groups if bool(group.cumulative) == self.in_chunks]
+
+    def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
+        """From the gate to the output, and to the state where it is kept."""
+        decays = _decays_of(flow, anchor)
+        products = state_products(flow, decays)
+        if products and serves_all_channels(products[-1]) != self.is_scalar:
+            return
+        states, passing = final_states(flow, decays, products[-1]) if products else ([], set())
+        final = flow.in_order(states)[-1:]
+        exits = [node for node in common_exits(flow, decays, states, passing) if is_float(node)]
+        exits = [node for node in exits if node not in states and node not in products]
+        for out in _last_of_each_value(exits)[:_MOST_EXITS]:
+            outputs = (out, *final)
+            core = flow.between(decays.starts, outputs) | set(outputs)
+            eligible = functools.cache(functools.partial(_may_be_leaf, out, products[-1] if products else None))
+            yield Demand(outputs, frozenset(core), eligible, capacity=numel_of)
+
+    def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
+        """The leaves before they were turned about and cast: the operator reads them as they are."""
+        found = with_plain_integers(leaves)
+        before = tuple(dict.fromkeys(_as_first_written(leaf) for leaf in found))
+        if before != found and len(before) == len(found):
+            yield before
+        yield found
+
+    def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
+        """The gate is what the exponentials depend on; the others are told apart by shape, and by running."""
+        decays = _decays_of(flow, anchor)
+        above = flow.ancestors(decays.starts, stop=set(region.leaves).__contains__)
+        floats = [leaf for leaf in region.leaves if is_float(leaf)]
+        gates = [leaf for leaf in floats if leaf in above]
+        rest = [leaf for leaf in floats if leaf not in gates]
+        if len(gates) != 1 or len(rest) not in (4, 5) or len(floats) != len(region.leaves):
+            return
+        final = region.outputs[1] if len(region.outputs) > 1 else None
+        memo: dict = {}
+        exponent = LN2 if any(node.target is not ATEN.exp.default for node in decays.exponentials) else 1.0
+        found = assignments(region, gates[0], rest, region.outputs[0], final, self.is_scalar)
+        for count, operands in enumerate(found):
+            if count == _MOST_READINGS:
+                return
+            yield DeltaReading(self.name, region, operands, exponent, memo)
+
+    def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
+        """Nobody else reads what the operator does not give, a state between two tokens for one."""
+        gate = next(leaf for leaf in region.leaves if leaf is reading.operands.gate.leaf)  # type: ignore[attr-defined]
+        decayed = flow.descendants([gate])
+        for node, reader in outside_users(flow, region.nodes, region.outputs).items():
+            if node in decayed and is_float(node) and not is_view(node):
+                raise Mismatch(
+                    f"{node.name} {list(shape_of(node))}, a value inside the recurrence, is also read by {reader.name}"
+                    f"{' (returned)' if reader.op == 'output' else ''}"
+                )
+
+    def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
+        """A decay that is spread over a state."""
+        return bool(state_products(flow, _decays_of(flow, anchor)))
+
+    def hint(self, reason: str) -> str:
+        """What to change."""
+        if "also read" in reason:
+            return "read the state after the last token only"
+        return "the recognised rule is S = exp(g) S; u = beta (v - S^T k); S = S + k u^T; o = S^T q"
+
+
+def _decays_of(flow: Dataflow, anchor: fx.Node) -> Decays:
+    groups = flow.remember("decays", lambda: find_decays(flow))
+    return next(group for group in groups if group.exponentials[0] is anchor)
+
+
+def _last_of_each_value(exits: Sequence[fx.Node]) -> list[fx.Node]:
+    """The exits without those that are only turned about or cast by the next."""
+    following = [*exits[1:], None][: len(exits)]
+    return [
+        node
+        for node, after in zip(exits, following, strict=True)
+        if after is None
+        or not (_only_moves(after) or after.target is ATEN.stack.default)
+        or _wide(after) != _wide(node)
+    ]
+
+
+def _as_first_written(leaf: fx.Node) -> fx.Node:
+    """What a leaf was before views, casts and paddings of nothing that left its sizes as they are."""
+    node = leaf
+    while _only_moves(node):
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not is_float(source) or _wide(source) != _wide(node):
+            break
+        node = source
+    return node
+
+
+def _only_moves(node: fx.Node) -> bool:
+    return is_view(node) or node.target in (ATEN._to_copy.default, ATEN.to.dtype, ATEN.pad.default)
+
+
+def _wide(node: fx.Node) -> list[int]:
+    return sorted(size for size in shape_of(node) if size != 1)
+
+
+def _may_be_leaf(out: fx.Node, state: fx.Node | None, node: fx.Node) -> bool:
+    """Whether the shape is that of a vector or a number for each token and head of `out`, or that of the state."""
+    if not is_float(node):
+        return False
+    sizes = _wide(node)
+    if state is not None and sizes == _wide(state):
+        return True
+    for width in {*_wide(out), 1}:
+        tokens = list(_wide(out))
+        if width != 1:
+            tokens.remove(width)
+        rest = list(sizes)
+        for size in tokens:
+            if size in rest:
+                rest.remove(size)
+            else:
+                break
+        else:
+            if len(rest) <= 1:
+                return True
+    return False
