@@ -7,6 +7,8 @@ if not __name__.startswith("k31compile."):
     # The repository root holds a link of this name: imported through it, every operator would be defined twice.
     raise ImportError(f"import k31compile.kernels instead of {__name__}")
 
+from k31compile.kernels.gated_delta import gated_delta_chunk_reference, gated_delta_recurrent_reference
+from k31compile.kernels.kda import kda_chunk_reference, kda_recurrent_reference
 from k31compile.kernels.lightning_indexer import lightning_indexer_reference
 from k31compile.kernels.registry import OPERATORS, Operator, Provider, provider_for
 from k31compile.kernels.sparse_flash_attention import sparse_flash_attention_reference
@@ -15,6 +17,10 @@ __all__ = [
     "OPERATORS",
     "Operator",
     "Provider",
+    "gated_delta_chunk_reference",
+    "gated_delta_recurrent_reference",
+    "kda_chunk_reference",
+    "kda_recurrent_reference",
     "lightning_indexer_reference",
     "provider_for",
     "sparse_flash_attention_reference",

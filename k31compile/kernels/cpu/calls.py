@@ -62,9 +62,21 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+class DeltaCall(ctypes.Structure):
+    """Arguments of k31_delta_rule."""
+
+    _fields_ = [
+        *((name, Operand) for name in ("query", "key", "value", "gate", "beta", "state")),
+        *_integers("limits sequences tokens heads width depth scalar_gate value_first by_chunk"),
+        ("scale", ctypes.c_double),
+        *_integers("threads output last"),
+    ]
+
+
 FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "k31_lightning_indexer": IndexerCall,
     "k31_sparse_attention": AttentionCall,
+    "k31_delta_rule": DeltaCall,
 }
 
 

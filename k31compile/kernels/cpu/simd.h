@@ -89,23 +89,41 @@ K31_INLINE Floats relu(Floats x) { return x < Floats{} ? Floats{} : x; }  // a N
 
 K31_INLINE Floats larger(Floats a, Floats b) { return b > a ? b : a; }
 
-// exp(x) for x <= 0 (a NaN gives NaN, anything below -87.3 gives 0), within 2 ulp: exp2 of an integer by the
-// exponent field, of the rest by a polynomial.
+// exp(x) as mantissa * 2^exponent, for |x| < 2^22: a polynomial on what is left of x after whole powers of two.
+struct SplitExp {
+    Floats mantissa;
+    Ints exponent;
+
+    K31_INLINE explicit SplitExp(Floats x) {
+        const float log2e = 1.44269504f, round_shift = 12582912.0f;  // 1.5 * 2^23
+        Floats whole = x * log2e + round_shift;
+        exponent = bits<Ints>(whole) - bits<int32_t>(round_shift);
+        whole -= round_shift;
+        Floats rest = x - whole * 0.693359375f;
+        rest = rest + whole * 2.12194440e-4f;
+        Floats p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+        p = p * rest + 8.3334519073e-3f;
+        p = p * rest + 4.1665795894e-2f;
+        p = p * rest + 1.6666665459e-1f;
+        p = p * rest + 5.0000001201e-1f;
+        mantissa = p * (rest * rest) + rest + 1.0f;
+    }
+};
+
+K31_INLINE Floats power_of_two(Ints exponent) { return bits<Floats>((exponent + 127) << 23); }
+
+// exp(x) for x <= 0 (a NaN gives NaN, anything below -87.3 gives 0), within 2 ulp.
 K31_INLINE Floats exp_negative(Floats x) {
-    const float log2e = 1.44269504f, round_shift = 12582912.0f;  // 1.5 * 2^23
-    Floats clamped = x < -87.3f ? splat(-87.3f) : x;
-    Floats whole = clamped * log2e + round_shift;
-    Ints exponent = bits<Ints>(whole) - bits<int32_t>(round_shift);
-    whole -= round_shift;
-    Floats rest = clamped - whole * 0.693359375f;
-    rest = rest + whole * 2.12194440e-4f;
-    Floats p = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * rest + 8.3334519073e-3f;
-    p = p * rest + 4.1665795894e-2f;
-    p = p * rest + 1.6666665459e-1f;
-    p = p * rest + 5.0000001201e-1f;
-    p = p * (rest * rest) + rest + 1.0f;
-    Floats scaled = p * bits<Floats>((exponent + 127) << 23);
+    const SplitExp e(x < -87.3f ? splat(-87.3f) : x);
+    return x < -87.3f ? Floats{} : (x == x ? e.mantissa * power_of_two(e.exponent) : x);
+}
+
+// exp(x) for any x: infinite from 88.73 on, 0 below -87.3, NaN for a NaN; within 2 ulp.
+K31_INLINE Floats exp_any(Floats x) {
+    const SplitExp e(x < -87.3f ? splat(-87.3f) : (x > 90.0f ? splat(90.0f) : x));
+    // 2^128 is no float, but e^88.5 needs it: the power goes in by halves.
+    const Ints half = e.exponent >> 1;
+    const Floats scaled = e.mantissa * power_of_two(half) * power_of_two(e.exponent - half);
     return x < -87.3f ? Floats{} : (x == x ? scaled : x);
 }
 
@@ -117,5 +135,35 @@ K31_INLINE float sum_lanes(Floats x) {
         for (int i = 0; i < half; i++) lane[i] += lane[i + half];
     return lane[0];
 }
+
+// ---- rows whose end need not fall on a whole vector
+
+K31_INLINE Floats load_part(const float* from, int64_t count) {
+    if (count >= LANES) return load<Floats>(from);
+    Floats part{};
+    std::memcpy(&part, from, size_t(count) * 4);
+    return part;
+}
+
+K31_INLINE void store_part(float* to, Floats x, int64_t count) {
+    if (count >= LANES) return store(to, x);
+    std::memcpy(to, &x, size_t(count) * 4);
+}
+
+// While it lives, the thread takes subnormal numbers for zero: some processors need a hundred cycles for each.
+class FlushSubnormals {
+  public:
+#if defined(__SSE__)
+    FlushSubnormals() : before_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(before_ | 0x8040); }
+    ~FlushSubnormals() { __builtin_ia32_ldmxcsr(before_); }
+#else
+    FlushSubnormals() : before_(0) {}
+#endif
+    FlushSubnormals(const FlushSubnormals&) = delete;
+    FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+  private:
+    [[maybe_unused]] unsigned before_;
+};
 
 }  // namespace k31

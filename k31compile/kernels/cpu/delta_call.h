@@ -1,0 +1,100 @@
+// What a call of the delta rule names, one sequence of one head of it, and the rows of a token as the arithmetic
+// wants them.
+#pragma once
+#include <algorithm>
+
+#include "cache.h"
+#include "tile.h"
+
+namespace k31 {
+
+struct DeltaCall {
+    Operand query;
+    Operand key;
+    Operand value;
+    Operand gate;
+    Operand beta;
+    Operand state;          // [sequence, row, head, number], as it is laid out; null: zeros
+    const int64_t* limits;  // null: each request is one sequence
+    int64_t sequences;
+    int64_t tokens;
+    int64_t heads;
+    int64_t width;          // numbers of a key
+    int64_t depth;          // numbers of a value
+    int64_t scalar_gate;    // the gate's number stands for all channels
+    int64_t value_first;    // states are [depth][width]
+    int64_t by_chunk;
+    double scale;
+    int64_t threads;
+    float* output;          // [request][token][head][depth]
+    float* last;            // [sequence][head], then as value_first says
+};
+
+// One sequence of one head.
+struct Strand {
+    const DeltaCall& call;
+    int64_t sequence, head, request, first, count;
+
+    Strand(const DeltaCall& of, int64_t number)
+        : call(of), sequence(number / of.heads), head(number % of.heads), request(of.limits ? 0 : sequence),
+          first(of.limits ? of.limits[sequence] : 0),
+          count(of.limits ? of.limits[sequence + 1] - first : of.tokens) {}
+
+    const char* row(const Operand& from, int64_t token) const {
+        const int64_t at =
+            request * from.stride_outer + (first + token) * from.stride_row + head * from.stride_head;
+        return from.data + at * size_of(from.dtype);
+    }
+    const char* state_row(int64_t row) const {
+        const Operand& from = call.state;
+        const int64_t at = sequence * from.stride_outer + row * from.stride_row + head * from.stride_head;
+        return from.data + at * size_of(from.dtype);
+    }
+    float* output(int64_t token) const {
+        return call.output + ((request * call.tokens + first + token) * call.heads + head) * call.depth;
+    }
+    float* last() const { return call.last + (sequence * call.heads + head) * call.width * call.depth; }
+    float beta(int64_t token) const { return element_of(row(call.beta, token), call.beta.dtype, 0); }
+    int64_t state_rows() const { return call.value_first ? call.depth : call.width; }
+    int64_t state_row_width() const { return call.value_first ? call.width : call.depth; }
+};
+
+// The rows of one token in float32, zero from their end up to a whole vector; `query` is scaled already.
+struct Token {
+    float *query, *key, *decay;
+
+    static Token carve(Carver& from, int64_t width) {
+        const int64_t lanes = round_up(width, LANES);
+        return {from.take<float>(lanes), from.take<float>(lanes), from.take<float>(lanes)};
+    }
+
+    void read(const Strand& strand, int64_t token) {
+        const DeltaCall& call = strand.call;
+        const int64_t lanes = round_up(call.width, LANES);
+        read_row(strand.row(call.query, token), call.query.dtype, call.width, lanes, query);
+        read_row(strand.row(call.key, token), call.key.dtype, call.width, lanes, key);
+        const char* gate = strand.row(call.gate, token);
+        if (call.scalar_gate) {
+            const Floats shared = exp_any(splat(element_of(gate, call.gate.dtype, 0)));
+            for (int64_t d = 0; d < lanes; d += LANES) store(decay + d, shared);
+        } else {
+            copy_row(FloatDot{}, gate, call.gate.dtype, call.width, reinterpret_cast<char*>(decay));
+            for (int64_t d = 0; d < lanes; d += LANES) store(decay + d, exp_any(load<Floats>(decay + d)));
+        }
+        std::fill(decay + call.width, decay + lanes, 0.0f);
+        for (int64_t d = 0; d < lanes; d += LANES) store(query + d, load<Floats>(query + d) * float(call.scale));
+    }
+
+    float overlap(int64_t width) const {
+        Floats sum{};
+        for (int64_t d = 0; d < width; d += LANES) sum += load<Floats>(query + d) * load<Floats>(key + d);
+        return sum_lanes(sum);
+    }
+
+    static void read_row(const char* from, int64_t dtype, int64_t width, int64_t lanes, float* to) {
+        copy_row(FloatDot{}, from, dtype, width, reinterpret_cast<char*>(to));
+        std::fill(to + width, to + lanes, 0.0f);
+    }
+};
+
+}  // namespace k31
