@@ -1,5 +1,6 @@
 """Train pico, a K3.1 of 2.6 M parameters, on the source text of the Python standard library; no download.
 
+    pip install -e ".[examples]"             # matplotlib, for the curve
     python examples/train_pico.py            # about half an hour on two cores; again after a kill: it goes on
     python examples/train_pico.py --measure  # measure the checkpoint again and rewrite its model card
 
@@ -12,17 +13,6 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-# glibc hands every large temporary back to the system and fetches it anew unless told otherwise before the start:
-# a fifth of the time.
-_KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "MALLOC_TOP_PAD_": "500000000",
-}
-if __name__ == "__main__" and not _KEEP_MEMORY.keys() <= os.environ.keys():
-    os.environ.update(_KEEP_MEMORY)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
 import typer
 from pico_training import card
 from pico_training.corpus import Corpus, held_out_rows, read_corpus
@@ -32,19 +22,24 @@ from pico_training.run_state import RunState, StateError
 from pico_training.trainer import Trainer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-import k31compile
-from k31compile.model import load_model, save_weights
+from k31compile.model import K31ForCausalLM, load_config, load_weights, save_weights
 
 HERE = Path(__file__).parent
+WORK = HERE.parent / "build" / "pico"
+# glibc hands every large temporary back to the system and fetches it anew unless told otherwise before the start:
+# a fifth of the time.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "MALLOC_TOP_PAD_": "500000000",
+}
 SHARD_BYTES = 3 * 2**20
 SAVE_SECONDS, EVALUATE_STEPS, EVALUATE_WINDOWS, MEASURE_WINDOWS = 30.0, 200, 32, 256
 
 
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint and its card.")] = HERE / "pico",
-    work: Annotated[Path, typer.Option(help="Folder of the state from which a killed run goes on.")] = Path(
-        "build/pico"
-    ),
+    work: Annotated[Path, typer.Option(help="Folder of the state that a killed run goes on from.")] = WORK,
     steps: Annotated[int, typer.Option(min=1, help="Steps of four rows of 512 bytes.")] = Recipe.steps,
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = Recipe.seed,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, whatever lies in the work folder.")] = False,
@@ -75,9 +70,8 @@ def run(state: RunState, corpus: Corpus) -> None:
             if trainer.step % EVALUATE_STEPS == 0 or trainer.step == trainer.total_steps:
                 state.record_held_out(bits_per_byte(trainer.model, sample, state.selection))
                 # not only in the bar, which is not drawn where output goes to a file
-                progress.print(
-                    f"step {trainer.step} of {trainer.total_steps}, {state.seconds / 60:.1f} min, {state.summary()}"
-                )
+                place = f"step {trainer.step} of {trainer.total_steps}, {state.seconds / 60:.1f} min"
+                progress.print(f"{place}, {state.summary()}")
             now = time.monotonic()
             state.seconds, begin = state.seconds + now - begin, now
             progress.update(task, completed=trainer.step, bits=state.summary())
@@ -88,8 +82,6 @@ def run(state: RunState, corpus: Corpus) -> None:
 
 def describe(out: Path, corpus: Corpus) -> None:
     """Measure the checkpoint as it was written, and write its card and the curve."""
-    from k31compile.model import K31ForCausalLM, load_config, load_weights
-
     model = K31ForCausalLM(for_training(load_config(out)))
     load_weights(model, out)
     with bar("{task.description}") as progress:
@@ -114,6 +106,9 @@ def bar(text: str) -> Progress:
 
 
 if __name__ == "__main__":
+    if not os.environ.keys() >= KEEP_MEMORY.keys():
+        os.environ.update(KEEP_MEMORY)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     try:
         typer.run(train)
     except StateError as error:

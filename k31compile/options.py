@@ -12,19 +12,23 @@ from typing import Any, Literal, NoReturn
 
 from k31compile.errors import NotBuiltYetError, OptionError
 
-FUSIONS = ("lightning_indexer", "sparse_flash_attention", "static_top_k")
+FUSIONS = (
+    "gated_delta_chunk",
+    "gated_delta_recurrent",
+    "kda_chunk",
+    "kda_recurrent",
+    "lightning_indexer",
+    "sparse_flash_attention",
+    "static_top_k",
+)
 """The fusions that this version has."""
 
 PLANNED_FUSIONS = (
     "attn_res_prepare",
     "attn_res_update",
-    "gated_delta_chunk",
-    "gated_delta_recurrent",
     "gated_rms_norm",
     "grouped_experts",
     "indexer_prolog",
-    "kda_chunk",
-    "kda_recurrent",
     "lightning_indexer_quant",
     "mega_kda",
     "mla_prolog",

@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import platform
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
+from matplotlib.figure import Figure
 
 from k31compile.model import K31ForCausalLM, count_parameters, load_config
 from pico_training.corpus import SKIPPED_FOLDERS, Corpus, compressed_bits_per_byte
@@ -54,15 +57,11 @@ def write(out: Path, measured: dict[str, Any], corpus: Corpus) -> None:
 
 def draw_curve(path: Path, training: dict[str, Any], compressors: dict[str, float]) -> None:
     """Bits per byte against steps: the training text smoothed, the held-out text, and what compressors need."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     matplotlib.rcParams.update({"svg.hashsalt": "pico", "svg.fonttype": "none", "font.family": "sans-serif"})
     recipe, bits = training["recipe"], training["losses"]["bits_per_byte"]
     smooth = torch.tensor(bits).unfold(0, min(25, len(bits)), 5).mean(-1).tolist()
-    figure, axes = pyplot.subplots(figsize=(8, 4.2))
+    figure = Figure(figsize=(8, 4.2))
+    axes = figure.subplots()
     axes.plot([5 * i + 12 for i in range(len(smooth))], smooth, color="#9ab", label="training text, mean of 25 steps")
     axes.plot(*zip(*training["held_out"], strict=True), "o-", color="#b03a2e", ms=3, label="held-out files")
     for style, (name, value) in zip(("--", ":"), compressors.items(), strict=True):
@@ -78,7 +77,6 @@ def draw_curve(path: Path, training: dict[str, Any], compressors: dict[str, floa
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
 
 
 def card_text(out: Path, training: dict[str, Any], measured: dict[str, Any]) -> str:
@@ -91,7 +89,7 @@ def card_text(out: Path, training: dict[str, Any], measured: dict[str, Any]) -> 
     text = measured["text"]
     mla = ", ".join(str(layer) for layer in config.full_attention_layers)
     compressors = measured["compressors"]
-    return f"""# pico
+    text_of_card = f"""# pico
 
 A K3.1 language model of {parameters / 1e6:.2f} M parameters over bytes, trained on the source text of the Python
 standard library. It exists so that this project's demo, checks and tests run on weights that have learned something;
@@ -119,16 +117,20 @@ Text: {text["train_files"]} files, {text["train_bytes"] / 1e6:.2f} MB; held out 
 
 ![bits per byte against steps](loss.svg)
 
+The curve's held-out points are 32 windows, whose text is harder than the average.
+
 Dense attention until step {recipe["sparse_from"] * recipe["steps"]:.0f}, sparse from there on. The indexers learn from
 the first step to foresee the attention (KL to its mean over the heads), and cannot touch the rest. Until step
-{recipe["lookup_until"] * recipe["steps"]:.0f} a further loss, falling to 0, teaches {recipe["lookup_heads"]} heads of
-each MLA layer to attend to what followed an earlier occurrence of the last 3 to 6 bytes: left to itself, attention does
-not learn that in so few bytes, and then it hardly matters which keys it reads.
+{recipe["lookup_until"] * recipe["steps"]:.0f} a further loss, falling to 0, teaches {recipe["lookup_heads"]}
+heads of each MLA layer to attend to what followed an earlier occurrence of the last 3 to 6 bytes: left to itself,
+attention does not learn that in so few bytes, and then it hardly matters which keys it reads
+([why](../../docs/adr/0005-attention-is-taught-to-look-up.md)). The time was taken while the machine compiled and tested
+other things; by itself a step takes about 0.9 s.
 
 ## Measured
 
-On {measured["windows"]} windows of {recipe["context"]} bytes spread over the held-out files, each read from an empty cache, with the
-weights as shipped (in float32):
+On {measured["windows"]} windows of {recipe["context"]} bytes spread over the held-out files, each read from an empty
+cache, with the weights as shipped (in float32):
 
 | attention reads | bits per byte |
 |---|---|
@@ -139,7 +141,7 @@ weights as shipped (in float32):
 A random selection costs **{bits["random"] - bits["indexer"]:.3f} bits per byte**, so a broken selection shows. The
 compressors see whole files, the model 512 bytes at most.
 
-Share of the attention's mass, averaged over heads, that {config.index_topk} keys hold (tokens with more keys than that):
+Share of the attention's mass, averaged over heads, that {config.index_topk} keys hold (for tokens that see more):
 
 | layer | indexer | the best keys | random | last {config.index_topk} |
 |---|---|---|---|---|
@@ -155,6 +157,14 @@ Load of the experts (1 is even):
 
 One run, one seed: differences below 0.02 bits mean nothing.
 """
+    return "\n\n".join(_filled(paragraph) for paragraph in text_of_card.split("\n\n")) + "\n"
+
+
+def _filled(paragraph: str) -> str:
+    """A paragraph of prose in lines of even length; tables, headings, pictures and code as they are."""
+    if paragraph.startswith(("|", "#", "!", "    ")):
+        return paragraph
+    return textwrap.fill(paragraph.strip(), 116, break_long_words=False, break_on_hyphens=False)
 
 
 _SELECTION = {

@@ -14,10 +14,9 @@ SEPARATOR = b"\0"
 HELD_OUT_ONE_IN = 20
 # Left out: tables and prose that are no programs (encodings, pydoc_data), what many distributions do not ship (test,
 # idlelib, lib2to3, ensurepip), and what is not the library's own (site-packages).
-SKIPPED_FOLDERS = frozenset(
-    "site-packages dist-packages __pycache__ test tests idle_test idlelib lib2to3 ensurepip encodings pydoc_data "
-    "_bundled".split()
-)
+_FOREIGN = ("site-packages", "dist-packages", "__pycache__", "_bundled", "ensurepip")
+_OFTEN_ABSENT = ("test", "tests", "idle_test", "idlelib", "lib2to3")
+SKIPPED_FOLDERS = frozenset((*_FOREIGN, *_OFTEN_ABSENT, "encodings", "pydoc_data"))
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,7 @@ def build_model(config: K31Config, seed: int) -> K31ForCausalLM:
     with torch.no_grad():
         model.lm_head.weight.normal_(std=0.02, generator=generator)
         for name, parameter in model.named_parameters():
-            if name.endswith("_res.proj.weight"):
-                parameter.zero_()
-            elif name.endswith("A_log"):
+            if name.endswith(("_res.proj.weight", "A_log")):
                 parameter.zero_()
             elif name.endswith("dt_bias"):
                 gate = torch.empty(parameter.shape).uniform_(-6.2, -0.7, generator=generator).exp()

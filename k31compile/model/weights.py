@@ -101,7 +101,7 @@ def _shards(tensors: dict[str, Tensor], limit: int) -> Iterator[list[str]]:
 
 def _digest(tensor: Tensor) -> str:
     """SHA-256 of the bytes of a tensor."""
-    return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _tensors_by_file(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:

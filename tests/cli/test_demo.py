@@ -23,7 +23,6 @@ TASK = {"model": "tiny", "prompt": [100, 101, 102], "tokens": 3}
     [
         (["--skip", "k31"], "K31-0103: --skip knows no column 'k31'"),
         (["--model", "huge"], "K31-0103: there is no demo model 'huge'"),
-        (["--model", "pico"], "K31-0102: the trained checkpoint 'pico' is not shipped yet"),
         (["--prompt", ""], "K31-0103: the prompt is empty"),
         (["--tokens", "1"], "K31-0103: Invalid value for '--tokens'"),
     ],

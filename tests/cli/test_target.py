@@ -15,7 +15,6 @@ Run = Callable[..., tuple[int, str, str]]
     [
         ("tyni", "K31-0103: there is no target 'tyni'; did you mean 'tiny'?"),
         ("tiny:decod", "did you mean 'tiny:decode'?"),
-        ("pico", "K31-0102: the trained checkpoint 'pico' is not shipped yet; 'tiny' serves meanwhile"),
         ("nowhere.at_all:factory", "no module 'nowhere.at_all' can be imported from here"),
         ("absent.py:factory", "K31-0103: there is no file absent.py"),
         ("absent.py", "absent.py names no factory; write absent.py:factory"),

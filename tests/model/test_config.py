@@ -23,7 +23,7 @@ from k31compile.model import (
 BAD = [
     ("hidden_size", 0), ("index_topk", -1), ("rms_norm_eps", 0.0), ("mla_form", "flash"), ("moe_form", "sorted"),
     ("attn_res_dtype", "bfloat16"), ("full_attention_layers", (4, 4)), ("full_attention_layers", (0, 5)),
-    ("full_attention_layers", (4, 6)), ("gate_lower_bound", 0.0), ("kda_pairwise", "fast"), ("first_k_dense_replace", 6),
+    ("full_attention_layers", (4, 6)), ("gate_lower_bound", 0.0), ("first_k_dense_replace", 6), ("kda_pairwise", ""),
     ("num_expert_group", 3), ("num_expert_group", 8), ("topk_group", 2), ("num_experts_per_token", 9),
     ("num_shared_experts", -1), ("situ_linear_beta", 0.0), ("index_rope_dim", 7), ("index_rope_dim", 66),
     ("indexer_types", ("full",)), ("indexer_types", ("shared", "full")), ("indexer_types", ("full", "half")),

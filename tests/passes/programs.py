@@ -20,6 +20,13 @@ OPERANDS = {
     "w": _normal(B, T, H).abs(),
     "c": _normal(B, S, D),
     "i": torch.stack([torch.randperm(S, generator=_GENERATOR)[:K] for _ in range(B * T)]).view(B, T, K),
+    # for the delta rule: unit keys, gates below zero
+    "query": _normal(B, T, H, 6),
+    "key": torch.nn.functional.normalize(_normal(B, T, H, 6), dim=-1),
+    "value": _normal(B, T, H, 7),
+    "gate": -_normal(B, T, H, 6).abs(),
+    "beta": torch.rand((B, T, H), generator=_GENERATOR),
+    "state": _normal(B, H, 6, 7),
 }
 indexer = torch.ops.k31.lightning_indexer
 attention = torch.ops.k31.sparse_flash_attention
@@ -35,35 +42,94 @@ def attended(q, c, i, scale=1.0):
     return torch.einsum("bthk,btkd->bthd", p, picked)
 
 
-def indexer_before(q, k, w, c, i):
+def indexer_before(q, k, w, c, i, *_):
     return scored(q, k, w).topk(K, dim=-1).indices
 
 
-def indexer_expected(q, k, w, c, i):
+def indexer_expected(q, k, w, c, i, *_):
     found = indexer(q, k.unsqueeze(2), w, sparse_count=K, sparse_mode=0, order="score", tail="lowest")
     return found.squeeze(2).to(torch.int64)
 
 
-def attention_before(q, k, w, c, i):
+def attention_before(q, k, w, c, i, *_):
     return attended(q, c, i, 0.2)
 
 
-def attention_expected(q, k, w, c, i):
+def attention_expected(q, k, w, c, i, *_):
     latent = c.unsqueeze(2)
     return attention(q, latent, latent, i.unsqueeze(2), 0.2, sparse_mode=0)
 
 
-def both_before(q, k, w, c, i):
+def both_before(q, k, w, c, i, *_):
     return attended(q, c, scored(q, k, w).topk(K, dim=-1).indices)
 
 
-def both_expected(q, k, w, c, i):
+def both_expected(q, k, w, c, i, *_):
     found = indexer(q, k.unsqueeze(2), w, sparse_count=K, sparse_mode=0, order="position", tail="minus_one")
     latent = c.unsqueeze(2)
     return attention(q, latent, latent, found, 1.0, sparse_mode=0)
 
 
+def delta_steps(query, key, value, decays, beta, state):
+    out = []
+    for t in range(T):
+        state = decays[:, t] * state
+        update = beta[:, t, :, None] * (value[:, t] - (state * key[:, t, :, :, None]).sum(2))
+        state = state + key[:, t, :, :, None] * update[:, :, None]
+        out.append((state * query[:, t, :, :, None]).sum(2))
+    return torch.stack(out, 1)
+
+
+def kda_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state):
+    return delta_steps(query, key, value, gate.exp().unsqueeze(-1), beta, state)
+
+
+def kda_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+    return torch.ops.k31.kda_recurrent(query, key, value, gate, beta, state, scale=1.0, state_layout="KV")[0]
+
+
+def gated_delta_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state):
+    return delta_steps(query, key, value, gate[..., 0].exp()[..., None, None], beta, state)
+
+
+def gated_delta_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+    given = (query, key, value, gate[..., 0], beta, state)
+    return torch.ops.k31.gated_delta_recurrent(*given, scale=1.0, state_layout="KV")[0]
+
+
+def in_one_chunk(query, key, value, beta, overlap, readout):
+    b = beta.transpose(1, 2)[..., None]
+    inverse = torch.linalg.inv(torch.eye(T, dtype=value.dtype) + (b * overlap).tril(-1))
+    return (readout.tril() @ (inverse @ (b * value.transpose(1, 2)))).transpose(1, 2).contiguous()
+
+
+def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
+    total = gate.cumsum(1).transpose(1, 2)
+    decay = (total[:, :, :, None] - total[:, :, None]).exp()
+    at, of = query.transpose(1, 2)[:, :, :, None], key.transpose(1, 2)
+    overlap, readout = (decay * of[:, :, :, None] * of[:, :, None]).sum(-1), (decay * at * of[:, :, None]).sum(-1)
+    return in_one_chunk(query, key, value, beta, overlap, readout)
+
+
+def kda_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+    return torch.ops.k31.kda_chunk(query, key, value, gate, beta, None, scale=1.0, state_layout="KV")[0]
+
+
+def gated_delta_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
+    total = gate[..., 0].cumsum(1).transpose(1, 2)
+    decay, of = (total[..., None] - total[..., None, :]).exp(), key.transpose(1, 2)
+    return in_one_chunk(query, key, value, beta, decay * (of @ of.mT), decay * (query.transpose(1, 2) @ of.mT))
+
+
+def gated_delta_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+    return torch.ops.k31.gated_delta_chunk(query, key, value, gate[..., 0], beta, None, scale=1.0, state_layout="KV")[0]
+
+
 PROGRAMS = {
+    "fuse_gated_delta_chunk": (gated_delta_chunk_before, gated_delta_chunk_expected),
+    "fuse_gated_delta_recurrent": (gated_delta_recurrent_before, gated_delta_recurrent_expected),
+    "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),
+    "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
     "fuse_sparse_flash_attention": (attention_before, attention_expected),
     "static_top_k": (both_before, both_expected),

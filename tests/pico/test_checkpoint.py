@@ -25,7 +25,7 @@ from k31compile.model import (
     save_weights,
 )
 
-BITS_ON_THE_SAMPLE = 1.9
+BITS_ON_THE_SAMPLE = 1.536
 TOLERANCE = 0.01
 
 
@@ -71,8 +71,8 @@ def test_the_selection_matters(trained: K31ForCausalLM, sample: torch.Tensor) ->
     """What makes this checkpoint fit to test sparse attention: a wrong selection costs far more than the tolerance."""
     bits = {name: bits_per_byte(trained, sample, name) for name in ("indexer", "dense", "random", "last window")}
     assert bits["indexer"] == pytest.approx(bits["dense"], abs=0.02)
-    assert bits["random"] > bits["indexer"] + 0.05
-    assert bits["last window"] > bits["indexer"] + 0.05
+    assert bits["random"] > bits["indexer"] + 0.2
+    assert bits["last window"] > bits["indexer"] + 0.2
 
 
 def test_the_indexer_finds_most_of_the_attention(trained: K31ForCausalLM, sample: torch.Tensor) -> None:
@@ -172,7 +172,7 @@ def test_damage_is_one_line_that_names_file_and_tensor(
 
 def test_a_checkpoint_that_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "PICO", tmp_path)
-    with pytest.raises(CheckpointError, match="K31-0106: pico is not here .*; it is in the source tree only"):
+    with pytest.raises(CheckpointError, match=r"K31-0106: pico is not here .*; it is in the source tree only"):
         entries.build_model("pico")
 
 

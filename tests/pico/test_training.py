@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_state(tmp_path: Pa
     before = (tmp_path / "state.pt").read_bytes()
     with torch.no_grad():
         state.trainer.model.lm_head.weight[0, 0] = float("nan")
-    with pytest.raises(StateError, match="step 2: bits_per_byte.* is not finite"):
+    with pytest.raises(StateError, match=r"step 2: bits_per_byte.* is not finite"):
         state.record(state.trainer.advance())
     assert (tmp_path / "state.pt").read_bytes() == before
 
@@ -117,7 +117,7 @@ def test_every_parameter_learns_by_one_optimiser() -> None:
     assert {name.rpartition(".")[2] for name in left} == {"e_score_correction_bias"}
     muon = {names[id(parameter)] for parameter in groups["muon"]}
     assert {"model.layers.0.self_attn.f_b_proj.weight", "model.layers.2.self_attn.q_b_proj.weight"} <= muon
-    assert not {name for name in muon if "embed" in name or name.endswith(("b_proj.weight",)) and ".b_proj" in name}
+    assert not {name for name in muon if "embed" in name or (name.endswith(("b_proj.weight",)) and ".b_proj" in name)}
     assert all(parameter.dim() in (2, 3) for parameter in groups["muon"])
 
 

@@ -221,10 +221,10 @@ def common_exits(
         return []
     dominators = nx.immediate_dominators(reverse, sink)
     chain: list[fx.Node] = []
-    node = dominators.get(source)
-    while isinstance(node, fx.Node):
-        if node.op != "output" and node not in decays.exponentials:
-            chain.append(node)
-        following = dominators.get(node)
-        node = None if following is node else following
+    place: object = dominators.get(source)
+    while isinstance(place, fx.Node):
+        if place.op != "output" and place not in decays.exponentials:
+            chain.append(place)
+        following = dominators.get(place)
+        place = None if following is place else following
     return chain

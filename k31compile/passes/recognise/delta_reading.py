@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,15 @@ from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading
 from k31compile.graph.evaluate import run_in_float64
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
-from k31compile.graph.sizes import Substitution, shape_of, shape_under, symbols_of, value_of
+from k31compile.graph.sizes import Substitution, shape_of, symbols_of, value_of
 from k31compile.passes.recognise.operands import Dense, Values
 
 LN2 = math.log(2)
 SMALL_HEADS = 3
 _LARGE_HEADS = 8
+
+
+Memo = dict[object, Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class DeltaOperands:
 class DeltaReading(Reading):
     """Leaves read as q, k, v, gate, beta and a state, for one of four operators."""
 
-    def __init__(self, name: str, region: Region, operands: DeltaOperands, exponent: float, memo: dict) -> None:
+    def __init__(self, name: str, region: Region, operands: DeltaOperands, exponent: float, memo: Memo) -> None:
         """One assignment, not yet confirmed; gates count in units of `exponent`, and `memo` is shared by all orders."""
         self.name, self.region, self.operands, self.exponent = name, region, operands, exponent
         self.context = f"{exponent:.6f}"
@@ -133,22 +136,21 @@ class DeltaReading(Reading):
         """The region's outputs; a first sample is the same for every order of the vectors and is run once."""
         if trial:
             return run_in_float64(self.region, sample, substitution)
-        layouts_used = tuple(sorted((o.leaf.name, o.layout) for o in self._dense()))
-        key = (layouts_used, tuple(sorted((str(k), v) for k, v in substitution.items())))
+        operands = self.operands
+        ordered = sorted((o.leaf.name, o.layout.dims) for o in operands.vectors)
+        others = (operands.gate, operands.beta, operands.state)
+        key = (*ordered, *(o.layout.dims if o else None for o in others), str(sorted(substitution.items(), key=str)))
         if key not in self._memo:
             self._memo[key] = run_in_float64(self.region, sample, substitution)
         return self._memo[key]
-
-    def _dense(self) -> list[Dense]:
-        found = [*self.operands.vectors, self.operands.gate, self.operands.beta]
-        return found + ([self.operands.state] if self.operands.state is not None else [])
 
     def judge(self, sample: Values, outputs: Sequence[torch.Tensor]) -> float:
         """o equal up to one factor, the state exactly."""
         expected, state = self._definition(sample)
         got = self.operands.out.canonical(outputs[0])
         if self.learned is None:
-            self.learned = float((got * expected).sum() / expected.square().sum().clamp_min(1e-300))
+            # twelve digits: what an author writes as one factor or another has no more in common
+            self.learned = float(f"{float((got * expected).sum() / expected.square().sum().clamp_min(1e-300)):.12g}")
         error = _distance(got, self.learned * expected)
         if not error < TOLERANCE or self.learned == 0:
             raise Mismatch(f"its output differs from the {self._rule()} by {error:.1e} of its size")
@@ -201,8 +203,9 @@ class DeltaReading(Reading):
         return tuple(results)
 
 
-def _operator(name: str):
-    return getattr(torch.ops.k31, name)
+def _operator(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    operator: Callable[..., tuple[torch.Tensor, torch.Tensor]] = getattr(torch.ops.k31, name)
+    return operator
 
 
 def _holds_values_first(operands: DeltaOperands) -> bool:
@@ -239,28 +242,25 @@ def assignments(
             query, key, value, beta, *states = order
             if len(states) > 1:
                 return
-            for query_layout in plain_layouts(shape_of(query), "bthk", tokens):
-                width = query_layout.size("k", shape_of(query))
-                wanted = {**known, "k": width}
-                found = [
-                    plain_layouts(shape_of(key), "bthk", wanted),
-                    plain_layouts(shape_of(value), "bthv", wanted),
-                    plain_layouts(shape_of(gate), "bth" if is_scalar else "bthk", wanted),
-                    plain_layouts(shape_of(beta), "bth", wanted),
-                    plain_layouts(shape_of(states[0]), "bhkv", wanted) if states else [None],
-                    plain_layouts(shape_of(final), "bhkv", wanted) if final is not None else [None],
-                ]
-                for key_l, value_l, gate_l, beta_l, state_l, final_l in itertools.product(*found):
-                    yield DeltaOperands(
-                        Dense(query, query_layout),
-                        Dense(key, key_l),
-                        Dense(value, value_l),
-                        Dense(gate, gate_l),
-                        Dense(beta, beta_l),
-                        Dense(states[0], state_l) if states else None,
-                        out_layout,
-                        final_l,
-                    )
+            for asked in _dense(query, "bthk", tokens):
+                wanted = {**known, "k": asked.size("k")}
+                states_read: Sequence[Dense | None] = _dense(states[0], "bhkv", wanted) if states else [None]
+                finals: Sequence[Dense | None] = _dense(final, "bhkv", wanted) if final is not None else [None]
+                for found in itertools.product(
+                    _dense(key, "bthk", wanted),
+                    _dense(value, "bthv", wanted),
+                    _dense(gate, "bth" if is_scalar else "bthk", wanted),
+                    _dense(beta, "bth", wanted),
+                    states_read,
+                    finals,
+                ):
+                    key_read, value_read, gate_read, beta_read, state, last = found
+                    read = (asked, key_read, value_read, gate_read, beta_read, state)
+                    yield DeltaOperands(*read, out_layout, last.layout if last else None)
+
+
+def _dense(leaf: fx.Node, letters: str, known: Mapping[str, int]) -> list[Dense]:
+    return [Dense(leaf, layout) for layout in plain_layouts(shape_of(leaf), letters, known)]
 
 
 def plain_layouts(shape: Sequence[int], letters: str, known: Mapping[str, int]) -> tuple[Layout, ...]:

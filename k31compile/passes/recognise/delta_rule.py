@@ -6,7 +6,6 @@ S = Diag(exp g) S;  u = beta (v - S^T k);  S = S + k u^T;  o = scale S^T q
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import fx
 
 from k31compile.graph.confirm import Mismatch, Reading
@@ -14,6 +13,7 @@ from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
 from k31compile.graph.views import is_view
+from k31compile.passes.recognise.contractions import is_contraction, operands
 from k31compile.passes.recognise.decays import (
     Decays,
     common_exits,
@@ -22,9 +22,9 @@ from k31compile.passes.recognise.decays import (
     serves_all_channels,
     state_products,
 )
-from k31compile.passes.recognise.delta_reading import LN2, DeltaReading, assignments
+from k31compile.passes.recognise.delta_reading import LN2, DeltaReading, Memo, assignments
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
-from k31compile.passes.recognise.operands import with_plain_integers
+from k31compile.passes.recognise.operands import weight_operands, with_plain_integers
 
 _MOST_EXITS = 8
 _MOST_READINGS = 96
@@ -61,7 +61,7 @@ class DeltaRuleRecogniser(Recogniser):
         for out in _last_of_each_value(exits)[:_MOST_EXITS]:
             outputs = (out, *final)
             core = flow.between(decays.starts, outputs) | set(outputs)
-            eligible = functools.cache(functools.partial(_may_be_leaf, out, products[-1] if products else None))
+            eligible = functools.cache(functools.partial(_may_be_leaf, flow, out, products[-1] if products else None))
             yield Demand(outputs, frozenset(core), eligible, capacity=numel_of)
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
@@ -82,7 +82,7 @@ class DeltaRuleRecogniser(Recogniser):
         if len(gates) != 1 or len(rest) not in (4, 5) or len(floats) != len(region.leaves):
             return
         final = region.outputs[1] if len(region.outputs) > 1 else None
-        memo: dict = {}
+        memo: Memo = {}
         exponent = LN2 if any(node.target is not ATEN.exp.default for node in decays.exponentials) else 1.0
         found = assignments(region, gates[0], rest, region.outputs[0], final, self.is_scalar)
         for count, operands in enumerate(found):
@@ -144,13 +144,24 @@ def _only_moves(node: fx.Node) -> bool:
     return is_view(node) or node.target in (ATEN._to_copy.default, ATEN.to.dtype, ATEN.pad.default)
 
 
+def _is_pairwise(flow: Dataflow, node: fx.Node) -> bool:
+    """Whether the node holds products of two activations: q . k belongs inside, though no decay may be above it."""
+    while True:
+        varying = [source for source in flow.inputs[node] if source not in flow.constants]
+        if is_contraction(node):
+            return len(varying) > 1 and not weight_operands(flow).intersection(operands(node))
+        if len(varying) != 1:
+            return False
+        node = varying[0]
+
+
 def _wide(node: fx.Node) -> list[int]:
     return sorted(size for size in shape_of(node) if size != 1)
 
 
-def _may_be_leaf(out: fx.Node, state: fx.Node | None, node: fx.Node) -> bool:
+def _may_be_leaf(flow: Dataflow, out: fx.Node, state: fx.Node | None, node: fx.Node) -> bool:
     """Whether the shape is that of a vector or a number for each token and head of `out`, or that of the state."""
-    if not is_float(node):
+    if not is_float(node) or _is_pairwise(flow, node):
         return False
     sizes = _wide(node)
     if state is not None and sizes == _wide(state):
