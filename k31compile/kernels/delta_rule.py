@@ -58,21 +58,21 @@ def by_chunk(
         for start in range(0, query.shape[1], _CHUNK):
             block = (slice(None), slice(start, start + _CHUNK), group)
             operands = (x[block].transpose(1, 2) for x in (query, key, value, gate, beta))
-            read, carried = _advance(*operands, carried)
+            read, carried = _advance(carried, *operands)
             output[block] = read.transpose(1, 2)
         last[:, group] = carried
     return output, last
 
 
 def _advance(
+    state: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     gate: torch.Tensor,
     beta: torch.Tensor,
-    state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One chunk, heads first: query, key, gate [B, H, C, K], value [B, H, C, V], beta [B, H, C], state [B, H, K, V].
+    """One chunk, heads first: state [B, H, K, V], query, key, gate [B, H, C, K], value [B, H, C, V], beta [B, H, C].
 
     Every decay is the exponential of a sum of gates, never of a difference of two sums: a gate of -inf forgets its
     channel and no more.
