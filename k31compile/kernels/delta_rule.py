@@ -78,16 +78,15 @@ def _advance(
     channel and no more.
     """
     between, from_start = _decay_between(gate), gate.cumsum(-2).exp()
-    overlap = torch.einsum("bhik,bhijk,bhjk->bhij", key, between, key)
-    readout = torch.einsum("bhik,bhijk,bhjk->bhij", query, between, key)
+    decayed = between * key[:, :, None]
+    overlap, readout = (decayed @ torch.stack((key, query), -1)).unbind(-1)
     # (I + strict_lower(beta * overlap)) update = beta * (value - what the old state predicts)
     predicted = (from_start * key) @ state
     right = beta[..., None] * (value - predicted)
     lower = (beta[..., None] * overlap).tril(-1)
     update = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     output = (from_start * query) @ state + readout.tril() @ update
-    to_end = between[..., -1, :, :] * key
-    return output, from_start[..., -1, :, None] * state + to_end.mT @ update
+    return output, from_start[..., -1, :, None] * state + decayed[:, :, -1].mT @ update
 
 
 def _decay_between(gate: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ def extra_bytes(operator, rows, **variables):
     [
         ("indexer", 2048, 2048 * 2048 * 16 * 4),
         ("attention", 128, 128 * 512 * 576 * 4),
-        ("delta", 2048, 2048 * 4 * 16 * 128 * 4),
+        ("delta", 8192, 8192 * 4 * 16 * 128 * 4),
     ],
 )
 def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
