@@ -154,8 +154,15 @@ def test_several_callers_at_once(delta):
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(alone * 5, together, strict=True))
 
 
-def test_a_state_too_large_for_scratch_goes_to_the_reference():
-    case = draw(1, 2, 1, 600, 500)
+@pytest.mark.parametrize("sides", [(600, 500), (1100, 2), (2, 1100)], ids=str)
+def test_a_state_too_large_for_scratch_goes_to_the_reference(sides):
+    case = draw(1, 2, 1, *sides)
     reason = chunk_provider().declines(*case.values())
-    assert reason == "a head's state has 300000 numbers; the kernel holds up to 262144"
+    assert reason == f"a head's state of {sides[0]} x {sides[1]} does not fit the kernel's scratch"
     within(6e-7, torch.ops.k31.kda_chunk(*case.values()), definition(**case))
+
+
+def test_states_just_within_the_scratch(chunk):
+    for sides in ((1024, 3), (3, 1024), (512, 512)):
+        case = draw(1, 17, 1, *sides)
+        within(2e-6, chunk(**case), definition(**case))

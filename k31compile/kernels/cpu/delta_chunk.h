@@ -1,8 +1,8 @@
 // The delta rule by chunks of CHUNK tokens (K3.1 spec 2.5). The state stays in scratch, in panels of COLUMNS value
 // channels, so that everything after the products of keys with keys is a small matrix product in the nearest cache.
 //
-// A decay between two tokens is a product of the decays of single tokens, never exp of a difference of sums: no factor
-// can overflow, strong gates lose nothing, and a gate of -inf forgets its channel and no more.
+// A decay between two tokens is a product of decays or exp of a sum of gates, never exp of a difference of two sums:
+// no factor overflows, strong gates lose nothing, and a gate of -inf forgets its channel and no more.
 #pragma once
 #include "delta_call.h"
 
@@ -13,6 +13,7 @@ constexpr int CHUNK_ROWS = 4;
 constexpr int CHUNK_VECS = WIDEST;
 constexpr int COLUMNS = CHUNK_VECS * LANES;
 constexpr int64_t AHEAD = 2;  // tokens between fetching a row and using it
+using Panel = Floats[CHUNK_VECS];  // one token's numbers in a panel
 
 struct Chunk {
     Token token;
@@ -66,6 +67,9 @@ struct Chunk {
     void decay_keys(int64_t i);
     void decay_to_end(int64_t n);
     void advance_panel(const Strand& strand, int64_t t, int64_t n, int64_t column);
+    void solve(const Panel* predicted, int64_t n, int64_t column, Panel* update) const;
+    void read(const Panel& from_state, const Panel* update, int64_t i, float* output, int64_t left) const;
+    void move_state(float* here, const Panel* update, int64_t n) const;
     void load_state(const Strand& strand);
     void store_state(const Strand& strand) const;
     float* panel(int64_t column) const { return state + column * width; }
@@ -126,42 +130,57 @@ inline void Chunk::decay_to_end(int64_t n) {
 
 // COLUMNS value channels of the chunk: predict from the state, solve for what is written, read, move the state on.
 inline void Chunk::advance_panel(const Strand& strand, int64_t t, int64_t n, int64_t column) {
-    constexpr int ROWS = CHUNK_ROWS, VECS = CHUNK_VECS;
-    float* here = panel(column);
-    Floats products[2 * CHUNK / ROWS][ROWS][VECS] = {};
+    Panel products[2 * CHUNK] = {}, update[CHUNK];
     const char* rows[2 * CHUNK];
     for (int64_t r = 0; r < 2 * CHUNK; r++)
         rows[r] = reinterpret_cast<const char*>(addresses + std::min(r, 2 * n - 1) * width);
-    for (int64_t r = 0; r < 2 * n; r += ROWS)
-        dot_tile<FloatDot, ROWS, VECS>(rows + r, strand.call.width, here, products[r / ROWS]);
-    const Floats(*predicted)[VECS] = products[0], (*read)[VECS] = products[0] + n;
-    Floats update[CHUNK][VECS], predicted_here[CHUNK][VECS] = {}, read_here[CHUNK][VECS] = {};
+    for (int64_t r = 0; r < 2 * n; r += CHUNK_ROWS)
+        dot_tile<FloatDot>(rows + r, strand.call.width, panel(column),
+                           reinterpret_cast<Panel(&)[CHUNK_ROWS]>(products[r]));
+    solve(products, n, column, update);
+    float* output = strand.output(t) + column;
+    const int64_t step = strand.call.heads * strand.call.depth;
+    for (int64_t i = 0; i < n; i++) read(products[n + i], update, i, output + i * step, strand.call.depth - column);
+    move_state(panel(column), update, n);
+}
+
+// update_j = beta_j * (value_j - predicted_j), where the writes of the tokens before j count too.
+inline void Chunk::solve(const Panel* predicted, int64_t n, int64_t column, Panel* update) const {
+    const float *strength = beta, *weights = overlap, *wanted = values + column;
+    // Summed for themselves and added once: one by one, each sum would be rounded at the state's magnitude.
+    Panel written[CHUNK] = {};
     for (int64_t j = 0; j < n; j++) {
-        for (int v = 0; v < VECS; v++) {
-            const Floats value = load<Floats>(values + j * columns + column + v * LANES);
-            update[j][v] = beta[j] * (value - predicted[j][v] - predicted_here[j][v]);
-            read_here[j][v] += readout[j * CHUNK + j] * update[j][v];
+        for (int v = 0; v < CHUNK_VECS; v++) {
+            const Floats value = load<Floats>(wanted + j * columns + v * LANES);
+            update[j][v] = strength[j] * (value - predicted[j][v] - written[j][v]);
         }
         for (int64_t i = j + 1; i < n; i++)
-            for (int v = 0; v < VECS; v++) {
-                predicted_here[i][v] += overlap[i * CHUNK + j] * update[j][v];
-                read_here[i][v] += readout[i * CHUNK + j] * update[j][v];
-            }
+            for (int v = 0; v < CHUNK_VECS; v++) written[i][v] += weights[i * CHUNK + j] * update[j][v];
     }
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t v = 0; v < VECS && column + v * LANES < strand.call.depth; v++) {
-            const int64_t at = column + v * LANES;
-            store_part(strand.output(t + i) + at, read[i][v] + read_here[i][v], strand.call.depth - at);
-        }
-    for (int64_t d = 0; d < width; d += ROWS) {
-        // Summed for itself and added once: token by token, each sum would be rounded at the state's magnitude.
-        Floats written[ROWS][VECS] = {};
-        for (int m = 0; m < ROWS; m++) rows[m] = reinterpret_cast<const char*>(key_rows + d + m);
-        dot_tile<FloatDot, ROWS, VECS, true>(rows, n, reinterpret_cast<const float*>(update), written, width * 4);
-        for (int m = 0; m < ROWS; m++)
-            for (int v = 0; v < VECS; v++) {
+}
+
+// What token i reads: the state at the chunk's start, and what was written up to and with itself.
+inline void Chunk::read(const Panel& from_state, const Panel* update, int64_t i, float* output, int64_t left) const {
+    const float* weights = readout + i * CHUNK;
+    Panel written = {};
+    for (int64_t j = 0; j <= i; j++)
+        for (int v = 0; v < CHUNK_VECS; v++) written[v] += weights[j] * update[j][v];
+    for (int64_t v = 0; v < CHUNK_VECS && v * LANES < left; v++)
+        store_part(output + v * LANES, from_state[v] + written[v], left - v * LANES);
+}
+
+inline void Chunk::move_state(float* here, const Panel* update, int64_t n) const {
+    const float *kept = from_start, *writing = key_rows;
+    for (int64_t d = 0; d < width; d += CHUNK_ROWS) {
+        Panel written[CHUNK_ROWS] = {};
+        const char* rows[CHUNK_ROWS];
+        for (int m = 0; m < CHUNK_ROWS; m++) rows[m] = reinterpret_cast<const char*>(writing + d + m);
+        dot_tile<FloatDot, CHUNK_ROWS, CHUNK_VECS, true>(rows, n, reinterpret_cast<const float*>(update), written,
+                                                         width * 4);
+        for (int m = 0; m < CHUNK_ROWS; m++)
+            for (int v = 0; v < CHUNK_VECS; v++) {
                 float* place = here + (d + m) * COLUMNS + v * LANES;
-                store(place, load<Floats>(place) * from_start[d + m] + written[m][v]);
+                store(place, load<Floats>(place) * kept[d + m] + written[m][v]);
             }
     }
 }
