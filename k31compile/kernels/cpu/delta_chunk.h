@@ -212,8 +212,9 @@ inline void Chunk::store_state(const Strand& strand) const {
         return;
     }
     for (int64_t d = 0; d < rows; d++)
-        for (int64_t v = 0; v < depth; v += LANES)
-            store_part(last + d * depth + v, load<Floats>(number(d, v)), depth - v);
+        over_row(depth, [&](int64_t v, int64_t left) K31_BODY {
+            store_part(last + d * depth + v, load<Floats>(number(d, v)), left);
+        });
 }
 
 }  // namespace k31
