@@ -58,36 +58,35 @@ def by_chunk(
         for start in range(0, query.shape[1], _CHUNK):
             block = (slice(None), slice(start, start + _CHUNK), group)
             operands = (x[block].transpose(1, 2) for x in (query, key, value, gate, beta))
-            read, carried = _advance(*operands, carried)
+            read, carried = _advance(carried, *operands)
             output[block] = read.transpose(1, 2)
         last[:, group] = carried
     return output, last
 
 
 def _advance(
+    state: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     gate: torch.Tensor,
     beta: torch.Tensor,
-    state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One chunk, heads first: query, key, gate [B, H, C, K], value [B, H, C, V], beta [B, H, C], state [B, H, K, V].
+    """One chunk, heads first: state [B, H, K, V], query, key, gate [B, H, C, K], value [B, H, C, V], beta [B, H, C].
 
     Every decay is the exponential of a sum of gates, never of a difference of two sums: a gate of -inf forgets its
     channel and no more.
     """
     between, from_start = _decay_between(gate), gate.cumsum(-2).exp()
-    overlap = torch.einsum("bhik,bhijk,bhjk->bhij", key, between, key)
-    readout = torch.einsum("bhik,bhijk,bhjk->bhij", query, between, key)
+    decayed = between * key[:, :, None]
+    overlap, readout = (decayed @ torch.stack((key, query), -1)).unbind(-1)
     # (I + strict_lower(beta * overlap)) update = beta * (value - what the old state predicts)
     predicted = (from_start * key) @ state
     right = beta[..., None] * (value - predicted)
     lower = (beta[..., None] * overlap).tril(-1)
     update = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     output = (from_start * query) @ state + readout.tril() @ update
-    to_end = between[..., -1, :, :] * key
-    return output, from_start[..., -1, :, None] * state + to_end.mT @ update
+    return output, from_start[..., -1, :, None] * state + decayed[:, :, -1].mT @ update
 
 
 def _decay_between(gate: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,19 @@
 """What every kernel test shares: each implementation of an operator, one after the other."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import k31compile.kernels as kernels
 from k31compile.kernels.cpu import loader
+from k31compile.kernels.cpu.delta_rule import chunk_provider, recurrent_provider
 from k31compile.kernels.cpu.lightning_indexer import indexer_provider
 from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
+from k31compile.kernels.gated_delta import scalar_gated_provider
+
+sys.path.insert(0, str(Path(__file__).parent))  # delta_cases
 
 IMPLEMENTATIONS = ("cpu-fast", "cpu-portable", "cpu-wide", "reference")
 
@@ -29,6 +36,35 @@ def indexer(request):
 @pytest.fixture(params=IMPLEMENTATIONS)
 def attention(request):
     return _pick(request.param, kernels.sparse_flash_attention_reference, attention_provider)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def recurrent(request):
+    return _pick(request.param, kernels.kda_recurrent_reference, recurrent_provider)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def chunk(request):
+    return _pick(request.param, kernels.kda_chunk_reference, chunk_provider)
+
+
+FORMS = {"recurrent": recurrent_provider, "chunk": chunk_provider}
+EITHER_FORM = [f"{form}-{name}" for form in FORMS for name in IMPLEMENTATIONS]
+
+
+@pytest.fixture(params=EITHER_FORM)
+def delta(request):
+    """kda_recurrent or kda_chunk, called by the arguments that both have."""
+    form, _, name = request.param.partition("-")
+    return _pick(name, getattr(kernels, f"kda_{form}_reference"), FORMS[form])
+
+
+@pytest.fixture(params=EITHER_FORM)
+def gated_delta(request):
+    """gated_delta_recurrent or gated_delta_chunk, called by the arguments that both have."""
+    form, _, name = request.param.partition("-")
+    reference = getattr(kernels, f"gated_delta_{form}_reference")
+    return _pick(name, reference, lambda variant: scalar_gated_provider(FORMS[form](variant)))
 
 
 @pytest.fixture

@@ -30,14 +30,19 @@ def attention(rows):
         query_rope=query[..., 512:], key_rope=cache[..., 512:], sparse_mode=0,
     )
 
+def delta(rows):
+    case = [torch.randn(1, rows, 4, 128) for _ in range(3)] + [-torch.rand(1, rows, 4, 128), torch.rand(1, rows, 4)]
+    return lambda: torch.ops.k31.kda_chunk(*case)
+
 torch.set_num_threads(2)
-make, rows = {"indexer": indexer, "attention": attention}[sys.argv[1]], int(sys.argv[2])
+make, rows = {"indexer": indexer, "attention": attention, "delta": delta}[sys.argv[1]], int(sys.argv[2])
 make(8)()
 call = make(rows)
 Path("/proc/self/clear_refs").write_text("5")
 before = kilobytes("VmRSS")
 result = call()
-print((kilobytes("VmHWM") - before) * 1024 - result.nbytes)
+results = result if isinstance(result, tuple) else (result,)
+print((kilobytes("VmHWM") - before) * 1024 - sum(x.nbytes for x in results))
 """
 
 
@@ -53,7 +58,11 @@ def extra_bytes(operator, rows, **variables):
 
 @pytest.mark.parametrize(
     ("operator", "rows", "plain"),
-    [("indexer", 2048, 2048 * 2048 * 16 * 4), ("attention", 128, 128 * 512 * 576 * 4)],
+    [
+        ("indexer", 2048, 2048 * 2048 * 16 * 4),
+        ("attention", 128, 128 * 512 * 576 * 4),
+        ("delta", 8192, 8192 * 4 * 16 * 128 * 4),
+    ],
 )
 def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
     usable, why = loader.available()
@@ -64,7 +73,11 @@ def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
 
 @pytest.mark.parametrize(
     ("operator", "rows", "plain"),
-    [("indexer", 2048, 2048 * 2048 * 16 * 4), ("attention", 512, 512 * 512 * 576 * 4)],
+    [
+        ("indexer", 2048, 2048 * 2048 * 16 * 4),
+        ("attention", 512, 512 * 512 * 576 * 4),
+        ("delta", 4096, 4096 * 4 * 16 * 128 * 4),
+    ],
 )
 def test_references_work_in_blocks(operator, rows, plain):
     assert extra_bytes(operator, rows, K31_CPU_KERNELS="0") < plain / 2

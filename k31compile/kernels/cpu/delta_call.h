@@ -50,6 +50,12 @@ struct Strand {
         const int64_t at = sequence * from.stride_outer + row * from.stride_row + head * from.stride_head;
         return from.data + at * size_of(from.dtype);
     }
+    // Fetch the rows of a token that is needed soon.
+    void expect(int64_t token) const {
+        if (token >= count) return;
+        for (const Operand* x : {&call.query, &call.key, &call.value, &call.gate})
+            prefetch(row(*x, token), (x == &call.value ? call.depth : call.width) * size_of(x->dtype));
+    }
     float* output(int64_t token) const {
         return call.output + ((request * call.tokens + first + token) * call.heads + head) * call.depth;
     }
@@ -59,13 +65,14 @@ struct Strand {
     int64_t state_row_width() const { return call.value_first ? call.width : call.depth; }
 };
 
-// The rows of one token in float32, zero from their end up to a whole vector; `query` is scaled already.
+// The rows of one token in float32, zero from their end up to a whole vector; `query` is scaled already, `decay` is
+// exp(gate).
 struct Token {
-    float *query, *key, *decay;
+    float *query, *key, *gate, *decay;
 
     static Token carve(Carver& from, int64_t width) {
         const int64_t lanes = round_up(width, LANES);
-        return {from.take<float>(lanes), from.take<float>(lanes), from.take<float>(lanes)};
+        return {from.take<float>(lanes), from.take<float>(lanes), from.take<float>(lanes), from.take<float>(lanes)};
     }
 
     void read(const Strand& strand, int64_t token) {
@@ -73,15 +80,15 @@ struct Token {
         const int64_t lanes = round_up(call.width, LANES);
         read_row(strand.row(call.query, token), call.query.dtype, call.width, lanes, query);
         read_row(strand.row(call.key, token), call.key.dtype, call.width, lanes, key);
-        const char* gate = strand.row(call.gate, token);
+        const char* gates = strand.row(call.gate, token);
         if (call.scalar_gate) {
-            const Floats shared = exp_any(splat(element_of(gate, call.gate.dtype, 0)));
-            for (int64_t d = 0; d < lanes; d += LANES) store(decay + d, shared);
+            const float shared = element_of(gates, call.gate.dtype, 0);
+            std::fill(gate, gate + lanes, shared);
+            std::fill(decay, decay + lanes, exp_any(splat(shared))[0]);
         } else {
-            copy_row(FloatDot{}, gate, call.gate.dtype, call.width, reinterpret_cast<char*>(decay));
-            for (int64_t d = 0; d < lanes; d += LANES) store(decay + d, exp_any(load<Floats>(decay + d)));
+            read_row(gates, call.gate.dtype, call.width, lanes, gate);
+            for (int64_t d = 0; d < lanes; d += LANES) store(decay + d, exp_any(load<Floats>(gate + d)));
         }
-        std::fill(decay + call.width, decay + lanes, 0.0f);
         for (int64_t d = 0; d < lanes; d += LANES) store(query + d, load<Floats>(query + d) * float(call.scale));
     }
 

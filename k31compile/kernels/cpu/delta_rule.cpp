@@ -8,7 +8,7 @@
 namespace k31 {
 
 constexpr double WORTH_A_THREAD = 1e6;  // multiplications below which waking a thread costs more than it saves
-constexpr int64_t WORTH_A_CHUNK = 6;    // tokens from which chunks pay for bringing the state into panels and back
+constexpr int64_t WORTH_A_CHUNK = 5;    // tokens from which chunks pay for bringing the state into panels and back
 
 struct DeltaWorker {
     Step step;

@@ -10,7 +10,9 @@ from k31compile.kernels.cpu import calls, loader
 from k31compile.kernels.delta_checks import VALUE_FIRST, check_delta_rule, state_shape
 from k31compile.kernels.registry import Provider
 
-_STATE_LIMIT = 1 << 18  # numbers of one head's state, which a thread holds in scratch
+# A thread holds one head's state and sixteen of its keys and values in scratch, in less than 2 MiB.
+_STATE_LIMIT = 1 << 18
+_SIDE_LIMIT = 1 << 10
 
 
 def recurrent_provider(variant: str = "fast") -> Provider:
@@ -107,7 +109,7 @@ def _declines(
     for name, tensor in named.items():
         if tensor is not None and tensor.dtype not in calls.DTYPES:
             return f"{name} is {tensor.dtype}; the kernel reads float32 and bfloat16"
-    numbers = math.prod((*key.shape[-1:], *value.shape[-1:]))
-    if numbers > _STATE_LIMIT:
-        return f"a head's state has {numbers} numbers; the kernel holds up to {_STATE_LIMIT}"
+    sides = (*key.shape[-1:], *value.shape[-1:])
+    if math.prod(sides) > _STATE_LIMIT or any(side > _SIDE_LIMIT for side in sides):
+        return f"a head's state of {' x '.join(map(str, sides))} does not fit the kernel's scratch"
     return None

@@ -1,4 +1,4 @@
-// The delta rule token by token: each step reads the state once or twice while it is near, and writes it once.
+// The delta rule token by token: a step brings the state near once, reads it there once more, and writes it once.
 #pragma once
 #include "delta_call.h"
 
@@ -64,17 +64,19 @@ inline void Step::prepare(const Strand& strand, int64_t t) {
 
 // predicted += sum of decayed_key[d] * state[d], read += sum of decayed_query[d] * state[d], for ROWS rows from d on.
 template <int ROWS> void Step::accumulate(int64_t depth, int64_t d, const float* from, int64_t stride) {
-    for (int64_t v = 0; v < depth; v += LANES) {
-        Floats by_key = load<Floats>(predicted + v), by_query = load<Floats>(read + v);
+    const float *by_key = decayed_key + d, *by_query = decayed_query + d;
+    float *key_sum = predicted, *query_sum = read;
+    over_row(depth, [&](int64_t v, int64_t left) K31_BODY {
+        Floats for_key = load<Floats>(key_sum + v), for_query = load<Floats>(query_sum + v);
 #pragma GCC unroll 4
         for (int m = 0; m < ROWS; m++) {
-            const Floats state = load_part(from + (d + m) * stride + v, depth - v);
-            by_key += state * decayed_key[d + m];
-            by_query += state * decayed_query[d + m];
+            const Floats state = load_part(from + (d + m) * stride + v, left);
+            for_key += state * by_key[m];
+            for_query += state * by_query[m];
         }
-        store(predicted + v, by_key);
-        store(read + v, by_query);
-    }
+        store(key_sum + v, for_key);
+        store(query_sum + v, for_query);
+    });
 }
 
 // State [width][depth]. What is read is the updated state: (S + key u^T)^T query = S^T query + (key . query) u.
@@ -86,38 +88,41 @@ inline void Step::key_first(const Strand& strand, int64_t t, const float* from, 
     int64_t d = 0;
     for (; d + 4 <= width; d += 4) accumulate<4>(depth, d, from, stride);
     for (; d < width; d++) accumulate<1>(depth, d, from, stride);
-    float* output = strand.output(t);
-    for (int64_t v = 0; v < depth; v += LANES) {
-        const Floats written = beta * (load<Floats>(value + v) - load<Floats>(predicted + v));
-        store(update + v, written);
-        store_part(output + v, load<Floats>(read + v) + overlap * written, depth - v);
+    float *output = strand.output(t), *written = update;
+    over_row(depth, [&](int64_t v, int64_t left) K31_BODY {
+        const Floats difference = beta * (load<Floats>(value + v) - load<Floats>(predicted + v));
+        store(written + v, difference);
+        store_part(output + v, load<Floats>(read + v) + overlap * difference, left);
+    });
+    for (d = 0; d < width; d++) {
+        const float decay = token.decay[d], key = token.key[d];
+        const float* row = from + d * stride;
+        over_row(depth, [&](int64_t v, int64_t left) K31_BODY {
+            store_part(to + d * depth + v, load_part(row + v, left) * decay + key * load<Floats>(written + v), left);
+        });
     }
-    for (d = 0; d < width; d++)
-        for (int64_t v = 0; v < depth; v += LANES) {
-            const Floats kept = load_part(from + d * stride + v, depth - v) * token.decay[d];
-            store_part(to + d * depth + v, kept + token.key[d] * load<Floats>(update + v), depth - v);
-        }
 }
 
 // State [depth][width]: each of its rows is finished while it is in the nearest cache.
 inline void Step::value_first(const Strand& strand, int64_t t, const float* from, int64_t stride, float* to) {
     const int64_t width = strand.call.width, depth = strand.call.depth;
     const float beta = strand.beta(t), overlap = token.overlap(width);
+    const float *decay = token.decay, *key = token.key, *by_key = decayed_key, *by_query = decayed_query;
     float* output = strand.output(t);
     for (int64_t v = 0; v < depth; v++) {
         const float* row = from + v * stride;
-        Floats by_key{}, by_query{};
-        for (int64_t d = 0; d < width; d += LANES) {
-            const Floats state = load_part(row + d, width - d);
-            by_key += state * load<Floats>(decayed_key + d);
-            by_query += state * load<Floats>(decayed_query + d);
-        }
-        const float written = beta * (value[v] - sum_lanes(by_key));
-        output[v] = sum_lanes(by_query) + overlap * written;
-        for (int64_t d = 0; d < width; d += LANES) {
-            const Floats kept = load_part(row + d, width - d) * load<Floats>(token.decay + d);
-            store_part(to + v * width + d, kept + written * load<Floats>(token.key + d), width - d);
-        }
+        Floats for_key{}, for_query{};
+        over_row(width, [&](int64_t d, int64_t left) K31_BODY {
+            const Floats state = load_part(row + d, left);
+            for_key += state * load<Floats>(by_key + d);
+            for_query += state * load<Floats>(by_query + d);
+        });
+        const float written = beta * (value[v] - sum_lanes(for_key));
+        output[v] = sum_lanes(for_query) + overlap * written;
+        over_row(width, [&](int64_t d, int64_t left) K31_BODY {
+            const Floats kept = load_part(row + d, left) * load<Floats>(decay + d);
+            store_part(to + v * width + d, kept + written * load<Floats>(key + d), left);
+        });
     }
 }
 

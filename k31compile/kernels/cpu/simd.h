@@ -150,6 +150,14 @@ K31_INLINE void store_part(float* to, Floats x, int64_t count) {
     std::memcpy(to, &x, size_t(count) * 4);
 }
 
+// body(at, left) for every vector of a row; `left` is a constant but for a last one that is not whole.
+#define K31_BODY __attribute__((always_inline))
+template <class Body> K31_INLINE void over_row(int64_t count, Body body) {
+    int64_t at = 0;
+    for (; at + LANES <= count; at += LANES) body(at, int64_t(LANES));
+    if (at < count) body(at, count - at);
+}
+
 // While it lives, the thread takes subnormal numbers for zero: some processors need a hundred cycles for each.
 class FlushSubnormals {
   public:

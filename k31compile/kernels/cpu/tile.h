@@ -50,11 +50,12 @@ constexpr int ROW_BLOCK = 24;  // a multiple of every TILE_ROWS
 // How many vectors the next panel takes when `left` vectors of columns remain.
 K31_INLINE int panel_width(int64_t left) { return left >= WIDEST ? WIDEST : left >= 2 ? 2 : 1; }
 
-// sums[m][v] += rows[m][depth] . panel[depth][v]; the panel is [depth][VECS][LANES] elements.
+// sums[m][v] += rows[m][depth] . panel[depth][v]; the panel is [depth][VECS][LANES] elements. The elements of a row
+// lie side by side, or STRIDED: `stride` bytes apart.
 // Not inlined: next to a caller's own values the accumulators would no longer fit the registers.
-template <class Dot, int ROWS, int VECS>
+template <class Dot, int ROWS, int VECS, bool STRIDED = false>
 __attribute__((noinline)) void dot_tile(const char* const* rows, int64_t depth, const typename Dot::Element* panel,
-                                        Floats (&sums)[ROWS][VECS]) {
+                                        Floats (&sums)[ROWS][VECS], int64_t stride = 4) {
     const char* row[ROWS];
     Floats sum[ROWS][VECS];
 #pragma GCC unroll 16
@@ -72,7 +73,7 @@ __attribute__((noinline)) void dot_tile(const char* const* rows, int64_t depth, 
         }
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
-            const auto element = read<typename Dot::Element>(row[m] + k * 4);
+            const auto element = read<typename Dot::Element>(row[m] + k * (STRIDED ? stride : 4));
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; v++) sum[m][v] = Dot::step(sum[m][v], element, column[v]);
         }
