@@ -43,8 +43,13 @@ def make(operator, length, seed):
 
 
 def operands(program, length, dtype=torch.float64, seed=0):
-    """The arguments of a program, fresh: streams in `dtype`, states, gates and small weights not below float32."""
-    made = make(program.operator, length, seed)
+    """The arguments of a program, fresh."""
+    made = rounded(make(program.operator, length, seed), dtype)
+    return [_copy(lay(made, name)) for name in program.arguments]
+
+
+def rounded(made, dtype):
+    """The operands as an author would hold them: streams in `dtype`, states, gates, small weights at least float32."""
     wide = torch.promote_types(dtype, torch.float32)
 
     def cast(name, x):
@@ -52,8 +57,7 @@ def operands(program, length, dtype=torch.float64, seed=0):
             return x
         return x.to(wide if name in KEPT_WIDE else dtype)
 
-    cast_all = {name: cast(name, x) for name, x in made.items()}
-    return [_copy(lay(cast_all, name)) for name in program.arguments]
+    return {name: cast(name, x) for name, x in made.items()}
 
 
 def _copy(x):
