@@ -108,8 +108,7 @@ def two_phases(bank, prefix, delta, query, norm, next_query, next_norm):
 
 
 @spelling(
-    arguments="bank_list prefix delta query res_norm next_query next_norm", results="h partial next", counts=TWO_QUERIES,
-    options={"source": "prefix"},
+    arguments="bank_list prefix delta query res_norm next_query next_norm", results="h next", counts=TWO_QUERIES
 )
 def same_layer_twice(bank, prefix, delta, query, norm, next_query, next_norm):
     """Two sub-layers that each stack the same list anew; the prefix grows between them."""
@@ -120,8 +119,7 @@ def same_layer_twice(bank, prefix, delta, query, norm, next_query, next_norm):
         logits = F.linear(values * rms * scale, w)
         return (F.softmax(logits, dim=2) * values).sum(dim=2)
 
-    first = read(prefix, query, norm)
-    return first, prefix, read(prefix + delta, next_query, next_norm)
+    return read(prefix, query, norm), read(prefix + delta, next_query, next_norm)
 
 
 @spelling(arguments="bank_btnd prefix query res_norm norm_weight", results="normed")

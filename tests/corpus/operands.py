@@ -7,7 +7,8 @@ B, H, K, V = 2, 3, 6, 10
 CHANNELS, TAPS = H * (2 * K + V), 4
 HIDDEN, BLOCKS, SLOTS = 9, 3, 5
 EXPERTS, GROUPS, KEPT, CHOSEN = 20, 4, 3, 6
-LATENT, INNER, ROUTED, PICKED = 8, 5, 12, 3
+# Grouped products want rows of a multiple of 16 bytes.
+LATENT, INNER, ROUTED, PICKED = 16, 4, 12, 3
 EPS, LOWER_BOUND, FACTOR = 1e-5, -5.0, 2.5
 LOG2E = 1.4426950408889634
 
@@ -161,7 +162,7 @@ def grouped_experts(draw, t):
     Products reach 20 and more: there the bounds of SiTU are far from straight.
     """
     rows = B * t
-    gate_up, down = draw.normal(ROUTED, 2 * INNER, LATENT) * 3, draw.normal(ROUTED, LATENT, INNER)
+    gate_up, down = draw.normal(ROUTED, 2 * INNER, LATENT) * 2, draw.normal(ROUTED, LATENT, INNER)
     gate, up = gate_up.chunk(2, dim=1)
     return {
         "y": draw.normal(rows, LATENT),

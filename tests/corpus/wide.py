@@ -24,7 +24,7 @@ class Wide(TorchFunctionMode):
             return args[0].double()
         args = [_widened(value) for value in args]
         kwargs = {key: _widened(value) for key, value in (kwargs or {}).items()}
-        if func is torch.nn.functional.grouped_mm:
+        if func is torch._grouped_mm:
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -33,7 +33,7 @@ def _widened(value):
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
-def _grouped_mm(rows, matrices, *, offs):
+def _grouped_mm(rows, matrices, *, offs, **_):
     """Torch's own refuses float64: rows [N, L] in groups that end at `offs` [E], matrices [E, L, M] -> [N, M]."""
     ends = offs.tolist()
     starts = [0, *ends[:-1]]
