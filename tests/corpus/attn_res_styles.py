@@ -107,9 +107,7 @@ def two_phases(bank, prefix, delta, query, norm, next_query, next_norm):
     return join(0, prefix).to(prefix.dtype), join(1, prefix.float() + delta.float()).to(prefix.dtype)
 
 
-@spelling(
-    arguments="bank_list prefix delta query res_norm next_query next_norm", results="h next", counts=TWO_QUERIES
-)
+@spelling(arguments="bank_list prefix delta query res_norm next_query next_norm", results="h next", counts=TWO_QUERIES)
 def same_layer_twice(bank, prefix, delta, query, norm, next_query, next_norm):
     """Two sub-layers that each stack the same list anew; the prefix grows between them."""
 

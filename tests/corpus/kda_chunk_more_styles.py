@@ -137,7 +137,9 @@ def state_copied_back(q, k, v, g, beta, s0):
     q, k, v, g = (x.view(x.shape[0], -1, c, *x.shape[2:]).permute(1, 0, 3, 2, 4) for x in (q, k, v, g))
     beta = beta.view(beta.shape[0], -1, c, beta.shape[2]).permute(1, 0, 3, 2)
     g, state, out = g.cumsum(-2), s0, []
-    decay = (g.unsqueeze(-2) - g.unsqueeze(-3)).masked_fill(torch.ones(c, c).triu(1).bool()[..., None], -torch.inf).exp()
+    decay = (
+        (g.unsqueeze(-2) - g.unsqueeze(-3)).masked_fill(torch.ones(c, c).triu(1).bool()[..., None], -torch.inf).exp()
+    )
     lower = torch.einsum("nbhid,nbhjd,nbhijd->nbhij", k * beta[..., None], k, decay).tril(-1)
     seen = torch.einsum("nbhid,nbhjd,nbhijd->nbhij", q, k, decay)
     inverse = torch.eye(c, dtype=g.dtype).expand_as(lower).clone()

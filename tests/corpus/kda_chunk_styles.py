@@ -101,11 +101,11 @@ def masked_after_the_sum(q, k, v, g, beta, s, c=16):
 def triangular_solve(q, k, v, g, beta, s, c=16):
     """solve_triangular on [decayed k | v] at once; q = k = v = 0 fills the last chunk."""
     t = q.shape[1]
-    q, k, v, g, beta = (
-        cut(F.pad(x, (0, 0, 0, 0, 0, -t % c)), c) for x in (q, k, v, g, beta.unsqueeze(-1))
-    )
+    q, k, v, g, beta = (cut(F.pad(x, (0, 0, 0, 0, 0, -t % c)), c) for x in (q, k, v, g, beta.unsqueeze(-1)))
     total = g.cumsum(-2)
-    gap = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~torch.ones(c, c).tril().bool()[..., None], -torch.inf)
+    gap = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(
+        ~torch.ones(c, c).tril().bool()[..., None], -torch.inf
+    )
     pair = torch.einsum("...id,...jd,...ijd->...ij", k, k, gap.exp())
     seen = torch.einsum("...id,...jd,...ijd->...ij", q, k, gap.exp())
     right = torch.cat([total.exp() * k, v], -1) * beta

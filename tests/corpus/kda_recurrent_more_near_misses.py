@@ -4,9 +4,7 @@ import torch
 from kda_recurrent_near_misses import loop, outer, read_by
 from records import misser
 
-near_miss = misser(
-    "kda_recurrent", arguments="q k v g beta s0", results="o state", phase="unrolled", lengths=(1, 5)
-)
+near_miss = misser("kda_recurrent", arguments="q k v g beta s0", results="o state", phase="unrolled", lengths=(1, 5))
 
 
 @near_miss(arguments="q k v g beta erase s0")

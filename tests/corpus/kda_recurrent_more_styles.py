@@ -4,9 +4,7 @@ import torch
 from operands import LOG2E
 from records import speller
 
-spelling = speller(
-    "kda_recurrent", arguments="q k v g beta s0", results="o state", phase="unrolled", lengths=(1, 5, 8)
-)
+spelling = speller("kda_recurrent", arguments="q k v g beta s0", results="o state", phase="unrolled", lengths=(1, 5, 8))
 
 
 @spelling(lengths=(1, 4))

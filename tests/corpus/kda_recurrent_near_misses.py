@@ -4,9 +4,7 @@ import torch
 from operands import LOG2E
 from records import misser
 
-near_miss = misser(
-    "kda_recurrent", arguments="q k v g beta s0", results="o state", phase="unrolled", lengths=(1, 5)
-)
+near_miss = misser("kda_recurrent", arguments="q k v g beta s0", results="o state", phase="unrolled", lengths=(1, 5))
 
 
 def read_by(s, x):

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from operands import LOG2E, LOWER_BOUND
 from records import speller
 
-spelling = speller(
-    "kda_recurrent", arguments="q k v g beta s0", results="o state", phase="unrolled", lengths=(1, 5, 8)
-)
+spelling = speller("kda_recurrent", arguments="q k v g beta s0", results="o state", phase="unrolled", lengths=(1, 5, 8))
 
 
 @spelling(options={"scaled": True})

@@ -119,4 +119,8 @@ def state_read_once_in_a_layer(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw
         u = beta[:, t].unsqueeze(-1) * (v[:, t] - seen)
         rows.append(read + (q[:, t] * k[:, t]).sum(-1, True) * u)
         s = s + k[:, t].unsqueeze(-1) @ u.unsqueeze(-2)
-    return F.rms_norm(torch.stack(rows, 1), weight.shape, weight, EPS) * out_gate.sigmoid(), s, window[:, 1 - taps.shape[1] :]
+    return (
+        F.rms_norm(torch.stack(rows, 1), weight.shape, weight, EPS) * out_gate.sigmoid(),
+        s,
+        window[:, 1 - taps.shape[1] :],
+    )

@@ -1,5 +1,7 @@
 """Seeded operands for the programs of the corpus, by operator and by name; batch 2, no two sizes alike."""
 
+import math
+
 import torch
 from torch.nn.functional import normalize, softplus
 
@@ -79,6 +81,11 @@ class _Draw:
     def between(self, low, high, *shape):
         return low + (high - low) * torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
+    def magnitudes(self, low, high, *shape):
+        """Powers of ten from 10^low to 10^high, evenly spaced and in any order: the smallest is always there."""
+        steps = torch.linspace(low, high, math.prod(shape), dtype=torch.float64)
+        return 10 ** steps[torch.randperm(len(steps), generator=self.generator)].view(shape)
+
     def choice(self, rows, count, few):
         """`few` different numbers below `count` in each of `rows` rows."""
         return torch.rand(rows, count, generator=self.generator).argsort(-1)[:, :few]
@@ -123,9 +130,8 @@ def short_conv(draw, t):
 
 def gated_rms_norm(draw, t):
     """x and gate [B, T, H, V], rows of all magnitudes: in some eps is most of the mean square."""
-    magnitude = 10 ** draw.between(-3.0, 1.0, B, t, H, 1)
     return {
-        "x": draw.normal(B, t, H, V) * magnitude,
+        "x": draw.normal(B, t, H, V) * draw.magnitudes(-3.0, 1.0, B, t, H, 1),
         "gate": draw.normal(B, t, H, V),
         "norm_weight": 1 + 0.3 * draw.normal(V),
     }
@@ -133,7 +139,7 @@ def gated_rms_norm(draw, t):
 
 def attn_res(draw, t):
     """Frozen block sums [N, B, T, D], also in a longer buffer of zeros; the running sum; two sub-layers' weights."""
-    bank = draw.normal(BLOCKS, B, t, HIDDEN) * 10 ** draw.between(-2.5, 1.0, BLOCKS, B, t, 1)
+    bank = draw.normal(BLOCKS, B, t, HIDDEN) * draw.magnitudes(-3.0, 0.5, BLOCKS, B, t, 1)
     buffer = torch.zeros(SLOTS, B, t, HIDDEN, dtype=torch.float64)
     buffer[:BLOCKS] = bank
     return {
