@@ -50,12 +50,12 @@ def short_conv(made, *, silu=True, start=True):
     return {"y": y, "conv_state": window[:, 1 - TAPS :], "conv_full": window[:, -TAPS:]}
 
 
-def gated_rms_norm(made, *, activation="sigmoid", gate_first=False, one_more=False):
+def gated_rms_norm(made, *, activation="sigmoid", gate_first=False, one_more=False, eps=EPS):
     """x / rms(x) * weight * act(gate) over the last axis, or the gate before the norm (K3.1 spec 2.3, output)."""
     x, gate, weight = made["x"], made["gate"], made["norm_weight"] + float(one_more)
     open_ = 1 / (1 + (-gate).exp()) * (gate if activation == "silu" else 1)
     inner = x * open_ if gate_first else x
-    normed = inner / (inner.pow(2).sum(-1, keepdim=True) / x.shape[-1] + EPS).sqrt() * weight
+    normed = inner / (inner.pow(2).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight
     return {"y": normed if gate_first else normed * open_}
 
 
@@ -91,7 +91,7 @@ def moe_gating_top_k(made, *, norm="sigmoid", grouped=False, biased=True, renorm
     for row, score in enumerate(scores.tolist()):
         choice = [s + b for s, b in zip(score, made["bias"].tolist(), strict=True)] if biased else score
         allowed = _allowed(choice, best) if grouped else range(len(choice))
-        chosen = sorted(allowed, key=lambda expert: -choice[expert])[:CHOSEN]  # noqa: B023
+        chosen = sorted(allowed, key=lambda expert: -choice[expert])[:CHOSEN]
         total = sum(score[expert] for expert in chosen) if renorm else 1.0
         for expert in chosen:
             spread[row, expert] = factor * score[expert] / total

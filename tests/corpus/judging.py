@@ -30,7 +30,7 @@ def expect(program, length, seed, dtype=torch.float64):
 
 def difference(got, want):
     """The largest difference over all results, each against its own largest value; infinite if a shape differs."""
-    if UNORDERED <= want.keys():
+    if want.keys() >= UNORDERED:
         got, want = as_spread(got), as_spread(want)
     return max(_relative(got[name], want[name]) for name in want)
 

@@ -118,7 +118,8 @@ def sixty_four_in_blocks(q, k, v, g, beta, s, c=64, block=16):
 @spelling(results="state", lengths=(48, 64))
 def state_only(q, k, v, g, beta, s):
     """Only the final state leaves, as when a prompt is read ahead; decays from the chunk's end."""
-    for k, v, g, beta in zip(*(x.transpose(1, 2).split(16, 2) for x in (k, v, g, beta)), strict=True):
+    parts = zip(*(x.transpose(1, 2).split(16, 2) for x in (k, v, g, beta)), strict=True)
+    for k, v, g, beta in parts:
         from_end = g.flip(2).cumsum(2).flip(2) - g
         start = from_end[:, :, :1] + g[:, :, :1] - from_end
         gap = (start.unsqueeze(3) - start.unsqueeze(2)).masked_fill(torch.ones(16, 16).triu().bool()[..., None], -1e9)

@@ -125,7 +125,8 @@ def middle_anchor(q, k, v, g, beta, s):
     """Products factored around the chunk's middle gate, the inverse as (I - L)(I + L^2)(I + L^4)(I + L^8)."""
     eye, lower = torch.eye(16, dtype=g.dtype), torch.ones(16, 16, dtype=torch.bool).tril()
     out = []
-    for q, k, v, g, beta in zip(*(x.split(16, dim=2) for x in (q, k, v, g, beta)), strict=True):
+    parts = zip(*(x.split(16, dim=2) for x in (q, k, v, g, beta)), strict=True)
+    for q, k, v, g, beta in parts:
         g = g.cumsum(2)
         middle = g[:, :, 8:9]
         up, down = (g - middle).exp(), (middle - g).exp()
@@ -163,7 +164,8 @@ def factored_residual_first(q, k, v, g, beta, s):
 def ragged_tail_value_rows(q, k, v, g, beta, s):
     """The last chunk is simply shorter, the state is [V, K], linalg.solve instead of an inverse."""
     out = []
-    for q, k, v, g, beta in zip(*(x.transpose(1, 2).split(16, 2) for x in (q, k, v, g, beta)), strict=True):
+    parts = zip(*(x.transpose(1, 2).split(16, 2) for x in (q, k, v, g, beta)), strict=True)
+    for q, k, v, g, beta in parts:
         g, b = g.cumsum(2), beta.unsqueeze(-1)
         decay = (g.unsqueeze(3) - g.unsqueeze(2)).exp()
         pair = torch.einsum("bhid,bhjd,bhijd->bhij", k, k, decay).tril(-1)

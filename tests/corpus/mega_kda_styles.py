@@ -6,7 +6,7 @@ each; three convolutions where q, k and v have their own.
 
 import torch
 import torch.nn.functional as F
-from operands import EPS, LOWER_BOUND, H, K, V
+from operands import EPS, LOG2E, LOWER_BOUND, H, K, V
 from records import speller
 
 STREAMS = "qkv conv_weight conv_state raw_g a_log dt_bias raw_beta s0 out_gate norm_weight"
@@ -111,7 +111,7 @@ def state_read_once_in_a_layer(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw
     window = torch.cat([conv_state, qkv], dim=1)
     q, k, v = F.silu((window.unfold(1, taps.shape[1], 1) * taps).sum(-1)).split([H * K, H * K, H * V], -1)
     q, k, v = unit(q.unflatten(-1, (H, -1))) / K**0.5, unit(k.unflatten(-1, (H, -1))), v.unflatten(-1, (H, -1))
-    bits = -a_log.exp()[:, None] * F.softplus(raw_g + dt_bias) * 1.4426950408889634
+    bits = -a_log.exp()[:, None] * F.softplus(raw_g + dt_bias) * LOG2E
     beta, rows = torch.sigmoid(raw_beta), []
     for t in range(qkv.shape[1]):
         s = s * bits[:, t].exp2().unsqueeze(-1)

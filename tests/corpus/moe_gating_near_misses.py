@@ -101,11 +101,11 @@ def root_of_softplus(logits, bias):
     return renormed(scores.gather(-1, experts)), experts
 
 
-@near_miss(served_by="-logits and -bias")
+@near_miss()
 def worst_experts(logits, bias):
     """The k smallest are chosen; the operator takes the largest."""
-    scores = torch.sigmoid(-logits)
-    experts = (scores - bias).topk(CHOSEN, -1, largest=False).indices
+    scores = logits.sigmoid()
+    experts = (scores + bias).topk(CHOSEN, -1, largest=False).indices
     return renormed(scores.gather(-1, experts)), experts
 
 

@@ -10,7 +10,7 @@ spelling = speller(
 )
 
 
-@spelling(arguments="x router bias", half=True)
+@spelling(arguments="x router bias", half=True, ordered=False)
 def router_inside(x, router, bias):
     """The router's product in float32, sigmoid, the bias for the choice, 1e-20 in the denominator."""
     scores = F.linear(x.flatten(0, -2).float(), router.float()).sigmoid()

@@ -6,7 +6,7 @@ from operands import TAPS
 from records import misser
 
 near_miss = misser(
-    "short_conv", arguments="x conv_weight conv_state", results="y conv_state", phase="prefill", lengths=(3, 11)
+    "short_conv", arguments="x conv_weight conv_state", results="y conv_state", phase="prefill", lengths=(5, 11)
 )
 
 

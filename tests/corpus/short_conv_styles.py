@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from records import speller
 
 spelling = speller(
-    "short_conv", arguments="x conv_weight conv_state", results="y conv_state", phase="prefill", lengths=(1, 3, 11)
+    "short_conv", arguments="x conv_weight conv_state", results="y conv_state", phase="prefill", lengths=(1, 5, 11)
 )
 
 
@@ -26,7 +26,7 @@ def padded_both_sides_then_cut(x, weight):
     return F.silu(y).to(x.dtype).transpose(1, 2)
 
 
-@spelling(arguments="x conv_weight", results="y conv_state", options={"start": False}, lengths=(3, 11))
+@spelling(arguments="x conv_weight", results="y conv_state", options={"start": False}, lengths=(5, 11))
 def zeros_in_front(x, weight):
     """F.pad in front, unfold and a weighted sum over the windows; the new state by a negative slice."""
     window = F.pad(x, (0, 0, weight.shape[1] - 1, 0))
@@ -80,7 +80,7 @@ def no_activation(x, weight, state):
     return y, window[:, x.shape[1] :]
 
 
-@spelling(arguments="x conv_weight", results="y", options={"start": False}, lengths=(3, 11))
+@spelling(arguments="x conv_weight", results="y", options={"start": False}, lengths=(5, 11))
 def two_dimensional(x, weight):
     """conv2d over a [T, 1] picture, as ported image code has it."""
     picture = F.pad(x.mT.unsqueeze(-1), (0, 0, weight.shape[1] - 1, 0))
