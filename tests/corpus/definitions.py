@@ -83,13 +83,15 @@ def _over_depth(bank, partial, query, norm, temperature):
     return sum(part[..., None] / total[..., None] * source for part, source in zip(parts, sources, strict=True))
 
 
-def moe_gating_top_k(made, *, norm="sigmoid", grouped=False, biased=True, renorm=True, factor=FACTOR, best=2):
+def moe_gating_top_k(
+    made, *, norm="sigmoid", grouped=False, bias="bias", biased=True, renorm=True, factor=FACTOR, best=2
+):
     """The k best experts of each token by score and bias, weighed by the score alone (K3.1 spec 2.18)."""
     logits = made["logits"]
     scores = 1 / (1 + (-logits).exp()) if norm == "sigmoid" else logits.exp() / logits.exp().sum(-1, keepdim=True)
     spread, experts = torch.zeros_like(scores), []
     for row, score in enumerate(scores.tolist()):
-        choice = [s + b for s, b in zip(score, made["bias"].tolist(), strict=True)] if biased else score
+        choice = [s + b for s, b in zip(score, made[bias].tolist(), strict=True)] if biased else score
         allowed = _allowed(choice, best) if grouped else range(len(choice))
         chosen = sorted(allowed, key=lambda expert: -choice[expert])[:CHOSEN]
         total = sum(score[expert] for expert in chosen) if renorm else 1.0

@@ -19,7 +19,7 @@ def situ(gate, up, beta=4.0, linear_beta=25.0):
     return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
 
 
-@spelling(half=True)
+@spelling(half=True, breaks=True)
 def one_hot_permuted(y, experts, weights, gate_up, down):
     """One-hot, permuted to experts first; experts without tokens skipped, torch.where, index_add_."""
     out = torch.zeros_like(y)
@@ -33,7 +33,7 @@ def one_hot_permuted(y, experts, weights, gate_up, down):
     return out
 
 
-@spelling(arguments="y experts weights gate_list up_list down_list", options={"activation": "swiglu"})
+@spelling(arguments="y experts weights gate_list up_list down_list", options={"activation": "swiglu"}, breaks=True)
 def list_of_experts(y, experts, weights, gates, ups, downs):
     """One matrix of each kind an expert in Python lists, counted by bincount, += on indexed rows; SwiGLU."""
     out = torch.zeros_like(y)
@@ -75,7 +75,7 @@ def dense_and_masked(y, experts, weights, gate_up, down):
     return torch.einsum("ne,enl->nl", spread, out)
 
 
-@spelling()
+@spelling(breaks=True)
 def sorted_segments(y, experts, weights, gate_up, down):
     """Pairs sorted by expert, split at the counts, undone by a scatter of rows and summed over the slots."""
     n, k = experts.shape
@@ -112,7 +112,7 @@ def one_hot_einsum(y, experts, weights, gate, up, down):
     return torch.einsum("nki,nke,eli,nk->nl", situ(g, u), dispatch, down, weights)
 
 
-@spelling(arguments="y experts weights gate up down", options={"activation": "swiglu"})
+@spelling(arguments="y experts weights gate up down", options={"activation": "swiglu"}, breaks=True)
 def masked_rows_by_slot(y, experts, weights, gate, up, down):
     """A copy of the tokens for each slot, a bool mask for each expert, the weighted sum over a view."""
     n, k = experts.shape
@@ -137,7 +137,7 @@ def weight_before_down(y, experts, weights, gate_up, down):
     return out
 
 
-@spelling(arguments="y experts weights gate up down")
+@spelling(arguments="y experts weights gate up down", breaks=True)
 def every_pair_by_itself(y, experts, weights, gate, up, down):
     """Python loops over tokens and slots with one matrix and vector product each."""
     rows = []

@@ -62,6 +62,20 @@ def groups_without_the_bias(logits, bias):
     return renormed(scores.gather(-1, experts)), experts
 
 
+@near_miss(
+    arguments="logits low_bias",
+    options={"grouped": True, "bias": "low_bias"},
+    served_by="other groups filled with 0, ties among those left open",
+)
+def other_groups_at_zero(logits, low_bias):
+    """Experts outside the best groups get choice 0 and so beat negative ones; the operator shuts them out."""
+    scores = logits.sigmoid()
+    choice = scores + low_bias
+    kept = kept_groups(choice, choice.unflatten(-1, (GROUPS, -1)).topk(2, -1).values.sum(-1))
+    experts = kept.masked_fill(kept == -torch.inf, 0.0).topk(CHOSEN, -1).indices
+    return renormed(scores.gather(-1, experts)), experts
+
+
 @near_miss(options={"grouped": True}, served_by="group_count=1")
 def groups_ignored(logits, bias):
     """All experts may be chosen; the operator, told of groups, leaves some out."""

@@ -15,8 +15,24 @@ EPS, LOWER_BOUND, FACTOR = 1e-5, -5.0, 2.5
 LOG2E = 1.4426950408889634
 
 # What an author keeps in float32 where the streams are bfloat16.
-KEPT_WIDE = {"s0", "g", "g_log2", "beta", "a_log", "dt_bias", "pool", "conv_weight", "router", "bias", "logits"}
-KEPT_WIDE |= {"norm_weight", "query", "res_norm", "next_query", "next_norm", "weights"}
+KEPT_WIDE = set(
+    [
+        "s0",
+        "pool",
+        "g",
+        "g_log2",
+        "beta",
+        "a_log",
+        "dt_bias",
+        "conv_weight",
+        "norm_weight",
+        "query",
+        "res_norm",
+        "next_query",
+        "next_norm",
+    ]
+)
+KEPT_WIDE |= {"router", "bias", "low_bias", "logits", "weights"}
 
 LAYOUTS = {
     "bhtd": lambda x: x.transpose(1, 2).contiguous(),
@@ -158,8 +174,10 @@ def attn_res(draw, t):
 
 def moe_gating_top_k(draw, t):
     """Tokens [B, T, D], a router [E, D] and its bias [E]; no two scores of a row alike."""
-    x, router = draw.normal(B, t, HIDDEN), draw.normal(EXPERTS, HIDDEN) * 0.5
-    return {"x": x, "router": router, "bias": draw.normal(EXPERTS) * 0.3, "logits": x.flatten(0, 1) @ router.mT}
+    x, router, bias = draw.normal(B, t, HIDDEN), draw.normal(EXPERTS, HIDDEN) * 0.5, draw.normal(EXPERTS) * 0.3
+    logits = x.flatten(0, 1) @ router.mT
+    # With the low bias most choices are below 0, where a mask of zeros is no mask.
+    return {"x": x, "router": router, "bias": bias, "low_bias": bias - 1.0, "logits": logits}
 
 
 def grouped_experts(draw, t):

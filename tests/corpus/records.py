@@ -40,12 +40,14 @@ class Program:
 class Spelling(Program):
     """The operator in somebody's words: `counts` of the operators that it should become.
 
-    `half`: it also takes bfloat16 streams. `ordered`: it lists the best expert first.
+    `half`: it also takes bfloat16 streams. `ordered`: it lists the best expert first. `breaks`: Dynamo cannot take it
+    as one graph, because its shapes or its branches depend on the data.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
     half: bool = False
     ordered: bool = True
+    breaks: bool = False
 
 
 @dataclass(frozen=True)

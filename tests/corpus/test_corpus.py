@@ -4,6 +4,7 @@ import ast
 import inspect
 import textwrap
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,9 @@ from operands import (
     operands,
 )
 from records import speller
+from torch._dynamo.exc import Unsupported, UserError
+from torch.utils._pytree import tree_flatten
+from wide import Wide
 
 SEEDS = (0, 1, 2)
 SAME, OTHER = 1e-10, 1e-3
@@ -76,6 +80,39 @@ def test_a_near_miss_is_not_its_operator(program, length):
         assert {name: x.shape for name, x in got.items()} == {name: x.shape for name, x in want.items()}
         assert all(x.isfinite().all() for x in got.values())
         assert difference(got, want) > OTHER
+
+
+@pytest.mark.parametrize("name", [*SPELLINGS, *NEAR_MISSES])
+def test_nothing_is_written_but_what_is_said(name):
+    """Casts that change nothing must not turn an author's work in place into writing to what was passed in."""
+    program = (SPELLINGS | NEAR_MISSES)[name]
+    length = program.lengths[0]
+    given, fresh = operands(program, length), operands(program, length)
+    with Wide():
+        program.fn(*given)
+    for argument, after, before in zip(program.arguments, given, fresh, strict=True):
+        same = all(torch.equal(x, y) for x, y in zip(tensors_in(after), tensors_in(before), strict=True))
+        assert same == (argument not in program.updates), argument
+
+
+def tensors_in(x):
+    return [y for y in tree_flatten(x)[0] if isinstance(y, torch.Tensor)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_one_graph_or_said_to_break(name):
+    """What Dynamo cannot take whole is marked; the rest gives the same as one captured graph."""
+    program = SPELLINGS[name]
+    torch._dynamo.reset()
+    captured = torch.compile(program.fn, backend="eager", fullgraph=True)
+    length = program.lengths[0]
+    if program.breaks:
+        with pytest.raises((Unsupported, UserError)):
+            captured(*operands(program, length, torch.float32))
+        return
+    program = replace(program, fn=captured)
+    assert difference_in(torch.float32, program, length) < SINGLE
 
 
 LISTED = [entry for entry in SPELLINGS.values() if "experts" in entry.results and entry.ordered]

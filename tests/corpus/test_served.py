@@ -91,8 +91,8 @@ BY_HAND = {
     "residual_kept_beside",
     "token_kept_beside",
 }
-# Said and not run: a weight of another width, and an operator for each expert of a token.
-ONLY_SAID = {"every_other_input", "experts_in_a_chain"}
+# Said and not run: a weight of another width, an operator for each expert of a token, a choice among equal zeros.
+ONLY_SAID = {"every_other_input", "experts_in_a_chain", "other_groups_at_zero"}
 
 
 def held(program, defined, length):
