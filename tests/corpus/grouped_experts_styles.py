@@ -91,16 +91,16 @@ def sorted_segments(y, experts, weights, gate_up, down):
     return (undone.view(n, k, -1) * weights.unsqueeze(-1)).sum(1)
 
 
-@spelling(arguments="y experts weights gate_up_io down_io")
+@spelling(arguments="y experts weights gate_up_io down_io", half=True)
 def grouped_products(y, experts, weights, gate_up, down):
-    """F.grouped_mm over the sorted pairs with running offsets."""
+    """F.grouped_mm over the sorted pairs with running offsets; Dynamo takes it in bfloat16 only."""
     k = experts.shape[1]
     order = torch.argsort(experts.flatten(), stable=True)
     token = order // k
     ends = torch.histc(experts.flatten().float(), bins=ROUTED, min=0, max=ROUTED - 1).cumsum(0).to(torch.int32)
     gate, up = F.grouped_mm(y[token], gate_up, offs=ends).chunk(2, dim=-1)
     rows = F.grouped_mm(situ(gate, up), down, offs=ends) * weights.flatten()[order, None]
-    return torch.zeros_like(y).index_add(0, token, rows)
+    return torch.zeros_like(y).index_add(0, token, rows.to(y.dtype))
 
 
 @spelling(arguments="y experts weights gate up down")
@@ -137,7 +137,7 @@ def weight_before_down(y, experts, weights, gate_up, down):
     return out
 
 
-@spelling(arguments="y experts weights gate up down", breaks=True)
+@spelling(arguments="y experts weights gate up down")
 def every_pair_by_itself(y, experts, weights, gate, up, down):
     """Python loops over tokens and slots with one matrix and vector product each."""
     rows = []

@@ -1,7 +1,9 @@
 """Call a program of the corpus and hold what it gives against its operator's definition."""
 
+from functools import cache
+
 import torch
-from definitions import define
+from definitions import DEFINITIONS
 from operands import lay, make, operands, rounded
 from wide import Wide
 
@@ -22,10 +24,15 @@ def run(program, length, seed, dtype=torch.float64):
 
 def expect(program, length, seed, dtype=torch.float64):
     """The same results from the operator's definition, of the very numbers that `dtype` holds, in float64."""
-    made = rounded(make(program.operator, length, seed), dtype)
-    made = {name: x.double() if _is_float(x) else x for name, x in made.items()}
-    defined = define(program, made)
+    defined = _defined(program.operator, tuple(sorted(program.options.items())), length, seed, dtype)
     return {name: lay(defined, name) for name in (*program.results, *program.updates.values())}
+
+
+@cache
+def _defined(operator, options, length, seed, dtype):
+    made = rounded(make(operator, length, seed), dtype)
+    made = {name: x.double() if _is_float(x) else x for name, x in made.items()}
+    return DEFINITIONS[operator](made, **dict(options))
 
 
 def difference(got, want):

@@ -10,29 +10,13 @@ CHANNELS, TAPS = H * (2 * K + V), 4
 HIDDEN, BLOCKS, SLOTS = 9, 3, 5
 EXPERTS, GROUPS, KEPT, CHOSEN = 20, 4, 3, 6
 # Grouped products want rows of a multiple of 16 bytes.
-LATENT, INNER, ROUTED, PICKED = 16, 4, 12, 3
+LATENT, INNER, ROUTED, PICKED = 24, 8, 12, 3
 EPS, LOWER_BOUND, FACTOR = 1e-5, -5.0, 2.5
 LOG2E = 1.4426950408889634
 
 # What an author keeps in float32 where the streams are bfloat16.
-KEPT_WIDE = set(
-    [
-        "s0",
-        "pool",
-        "g",
-        "g_log2",
-        "beta",
-        "a_log",
-        "dt_bias",
-        "conv_weight",
-        "norm_weight",
-        "query",
-        "res_norm",
-        "next_query",
-        "next_norm",
-    ]
-)
-KEPT_WIDE |= {"router", "bias", "low_bias", "logits", "weights"}
+KEPT_WIDE = {"s0", "pool", "g", "g_log2", "beta", "a_log", "dt_bias", "conv_weight", "norm_weight"}
+KEPT_WIDE |= {"query", "res_norm", "next_query", "next_norm", "router", "bias", "low_bias", "logits", "weights"}
 
 LAYOUTS = {
     "bhtd": lambda x: x.transpose(1, 2).contiguous(),
