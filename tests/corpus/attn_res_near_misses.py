@@ -95,7 +95,7 @@ def residual_kept_beside(bank, prefix, query, norm):
     return prefix + mixed((normed(values) * norm @ query[0]).softmax(-1), values)
 
 
-@near_miss(arguments="buffer_btnd prefix query res_norm")
+@near_miss(arguments="buffer_btnd prefix query res_norm", served_by="all blocks of the buffer valid")
 def empty_blocks_count(buffer, prefix, query, norm):
     """The zeros of the buffer's empty rows take part with logit 0; the operator leaves them out."""
     values = sources_of(buffer, prefix)

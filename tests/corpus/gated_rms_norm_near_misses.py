@@ -7,7 +7,7 @@ from records import misser
 near_miss = misser("gated_rms_norm", arguments="x gate norm_weight", results="y", phase="prefill", lengths=(1, 7))
 
 
-@near_miss()
+@near_miss(served_by="x less its mean")
 def mean_subtracted(x, gate, weight):
     """The mean is taken off first, as a layer norm does; the operator leaves it in."""
     x = x - x.mean(-1, keepdim=True)
@@ -71,13 +71,13 @@ def normed_gate_opens(x, gate, weight):
     return x * normed.sigmoid()
 
 
-@near_miss()
+@near_miss(served_by="one head of H * V, the weight repeated")
 def norm_over_all_heads(x, gate, weight):
     """One mean square for all heads of a token; the operator has one for each head."""
     return x * torch.rsqrt(x.square().mean((-2, -1), keepdim=True) + EPS) * weight * gate.sigmoid()
 
 
-@near_miss()
+@near_miss(served_by="gate = the normed row times the gate")
 def x_gates_itself(x, gate, weight):
     """sigmoid of the normed row times the gate; the operator's sigmoid sees the gate alone."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight

@@ -69,7 +69,7 @@ def bounds_exchanged(y, experts, weights, gate_up, down):
     return combined(situ(gate, up, 25.0, 4.0), experts, weights, down)
 
 
-@near_miss()
+@near_miss(served_by="each pair as a token with one expert, summed behind it")
 def weight_on_the_input(y, experts, weights, gate_up, down):
     """The routing weight scales the expert's input; the operator scales its output, which is not the same."""
     rows = y.unsqueeze(1) * weights.unsqueeze(-1)
@@ -77,7 +77,7 @@ def weight_on_the_input(y, experts, weights, gate_up, down):
     return combined(situ(gate, up), experts, torch.ones_like(weights), down)
 
 
-@near_miss()
+@near_miss(served_by="the result plus the weighted numbers of the experts")
 def bias_of_the_expert(y, experts, weights, gate_up, down):
     """Each expert adds its number as a bias to what it gives; the operator's experts have none."""
     gate, up = gate_and_up(y, experts, gate_up)
@@ -92,7 +92,7 @@ def down_of_the_next_expert(y, experts, weights, gate_up, down):
     return combined(situ(gate, up), (experts + 1) % down.shape[0], weights, down)
 
 
-@near_miss()
+@near_miss(served_by="each pair as a token with one expert, the largest behind it")
 def largest_expert_wins(y, experts, weights, gate_up, down):
     """The largest of the experts' weighted outputs is taken; the operator adds them up."""
     gate, up = gate_and_up(y, experts, gate_up)

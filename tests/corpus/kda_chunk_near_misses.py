@@ -35,7 +35,7 @@ def walk(w, u, q_read, seen, tail, last, s):
     return joined(torch.stack(out, 2)), s
 
 
-@near_miss()
+@near_miss(right="state")
 def token_does_not_see_itself(q, k, v, g, beta, s0):
     """Rows read strictly earlier tokens of their chunk; the operator's o holds the token itself."""
     q, k, v, g, beta, decay = pieces(q, k, v, g, beta)
@@ -44,7 +44,7 @@ def token_does_not_see_itself(q, k, v, g, beta, s0):
     return walk(w, u, q * g.exp(), seen, (g[..., -1:, :] - g).exp() * k, g[..., -1:, :].exp(), s0)
 
 
-@near_miss()
+@near_miss(served_by="beta / (1 + beta |k|^2)")
 def erases_itself_too(q, k, v, g, beta, s0):
     """The diagonal stays in L, so a token is also corrected by itself; the operator has it strictly lower."""
     q, k, v, g, beta, decay = pieces(q, k, v, g, beta)
@@ -80,7 +80,7 @@ def beta_of_the_column(q, k, v, g, beta, s0):
     return walk(w, u, q * g.exp(), pairs(q, k, decay), (g[..., -1:, :] - g).exp() * k, g[..., -1:, :].exp(), s0)
 
 
-@near_miss()
+@near_miss(served_by="value / beta, where no beta is 0")
 def value_without_beta(q, k, v, g, beta, s0):
     """The values enter at full strength and only the erasing has beta; the operator scales both."""
     q, k, v, g, beta, decay = pieces(q, k, v, g, beta)
@@ -98,7 +98,7 @@ def prediction_from_the_undecayed_state(q, k, v, g, beta, s0):
     return walk(w, u, q * g.exp(), pairs(q, k, decay), (g[..., -1:, :] - g).exp() * k, g[..., -1:, :].exp(), s0)
 
 
-@near_miss()
+@near_miss(right="state")
 def state_read_undecayed(q, k, v, g, beta, s0):
     """q reads the chunk's first state without exp(G); the operator decays it up to each token."""
     q, k, v, g, beta, decay = pieces(q, k, v, g, beta)
@@ -149,7 +149,7 @@ def gate_sum_without_its_own_token(q, k, v, g, beta, s0):
     return walk(w, u, q * g.exp(), seen, (g[..., -1:, :] - g).exp() * k, g[..., -1:, :].exp(), s0)
 
 
-@near_miss()
+@near_miss(served_by="each chunk as a sequence of its own")
 def chunks_forget(q, k, v, g, beta, s0):
     """Every chunk starts from the first state; the operator hands the state on."""
     q, k, v, g, beta, decay = pieces(q, k, v, g, beta)
@@ -160,7 +160,7 @@ def chunks_forget(q, k, v, g, beta, s0):
     return joined(o), g[:, :, -1, -1, :, None].exp() * s0 + tail[:, :, -1].mT @ fresh[:, :, -1]
 
 
-@near_miss()
+@near_miss(right="o")
 def state_before_the_last_chunk(q, k, v, g, beta, s0):
     """The state returned lacks the last chunk; the operator returns it with that chunk."""
     q, k, v, g, beta, decay = pieces(q, k, v, g, beta)
@@ -171,7 +171,7 @@ def state_before_the_last_chunk(q, k, v, g, beta, s0):
     return o, walk(*(x[:, :, :-1] for x in (w, u, q * g.exp(), seen, tail, last)), s0)[1]
 
 
-@near_miss()
+@near_miss(right="state")
 def future_decays_too(q, k, v, g, beta, s0):
     """|G_i - G_j| and no mask on the readout: rows see later tokens; the operator is causal."""
     q, k, v, g, beta, decay = pieces(q, k, v, g, beta)

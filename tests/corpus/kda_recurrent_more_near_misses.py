@@ -43,7 +43,7 @@ def two_steps_a_token(q, k, v, g, beta, s0):
     return loop(step, q, k, v, g, beta, s0)
 
 
-@near_miss()
+@near_miss(right="o")
 def state_before_the_last_write(q, k, v, g, beta, s0):
     """The state returned lacks the last token; the operator would return it with that token."""
     s, out = s0, []
@@ -78,7 +78,7 @@ def delta_is_clipped(q, k, v, g, beta, s0):
     return loop(step, q, k, v, g, beta, s0)
 
 
-@near_miss()
+@near_miss(served_by="one call a token for the state, normalised and read behind it")
 def state_is_normalised(q, k, v, g, beta, s0):
     """The state is brought to unit columns after each write; the operator would not touch its size."""
 

@@ -37,7 +37,7 @@ def predicts_before_the_decay(q, k, v, g, beta, s0):
     return loop(step, q, k, v, g, beta, s0)
 
 
-@near_miss()
+@near_miss(right="state")
 def reads_before_the_write(q, k, v, g, beta, s0):
     """o reads the state before this token is written; the operator would already show the token to itself."""
 
@@ -49,7 +49,7 @@ def reads_before_the_write(q, k, v, g, beta, s0):
     return loop(step, q, k, v, g, beta, s0)
 
 
-@near_miss(lengths=(5,))
+@near_miss(lengths=(5,), right="state")
 def reads_before_the_decay(q, k, v, g, beta, s0):
     """o reads what the last token left, undecayed; the operator would decay and write first."""
 
@@ -60,7 +60,7 @@ def reads_before_the_decay(q, k, v, g, beta, s0):
     return loop(step, q, k, v, g, beta, s0)
 
 
-@near_miss()
+@near_miss(served_by="gate of the token before, 0 at first; q and the state times the decay")
 def decays_after_the_write(q, k, v, g, beta, s0):
     """The new token decays with the old ones; the operator would leave it whole."""
 
@@ -118,7 +118,7 @@ def beta_twice(q, k, v, g, beta, s0):
     return loop(step, q, k, v, g, beta, s0)
 
 
-@near_miss()
+@near_miss(served_by="value / beta, where no beta is 0")
 def beta_on_the_prediction_only(q, k, v, g, beta, s0):
     """The value is written in full and only the erasing is scaled; the operator would scale both."""
 

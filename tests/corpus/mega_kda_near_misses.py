@@ -9,7 +9,9 @@ from mega_kda_styles import STREAMS, unit
 from operands import EPS, LOWER_BOUND, H, K, V
 from records import misser
 
-near_miss = misser("mega_kda", arguments=STREAMS, results="y state conv_state", phase="unrolled", lengths=(1, 5))
+near_miss = misser(
+    "mega_kda", right="conv_state", arguments=STREAMS, results="y state conv_state", phase="unrolled", lengths=(1, 5)
+)
 
 
 def convolved(qkv, taps, conv_state, activation=F.silu):
@@ -48,7 +50,7 @@ def exp_for_softplus(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_beta, s, 
     return normed(o, weight) * out_gate.sigmoid(), s, window
 
 
-@near_miss(options={"gate": "softplus"})
+@near_miss(options={"gate": "softplus"}, served_by="the raw gate already shifted and scaled, a_log = dt_bias = 0")
 def rate_inside_softplus(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_beta, s, out_gate, weight):
     """The rate scales the argument of softplus; the operator scales its result."""
     q, k, v, window = convolved(qkv, taps, conv_state)
@@ -57,7 +59,7 @@ def rate_inside_softplus(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_beta,
     return normed(o, weight) * out_gate.sigmoid(), s, window
 
 
-@near_miss()
+@near_miss(served_by="dt_bias / exp(a_log)")
 def bias_outside_the_rate(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_beta, s, out_gate, weight):
     """dt_bias is added after the rate; the operator adds it before."""
     q, k, v, window = convolved(qkv, taps, conv_state)
@@ -91,7 +93,7 @@ def no_silu_after_the_window(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_b
     return normed(o, weight) * out_gate.sigmoid(), s, window
 
 
-@near_miss()
+@near_miss(right="state conv_state")
 def output_gate_before_the_norm(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_beta, s, out_gate, weight):
     """The output gate goes in before the norm; the operator gates what is normed."""
     q, k, v, window = convolved(qkv, taps, conv_state)
@@ -107,7 +109,7 @@ def beta_by_tanh(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_beta, s, out_
     return normed(o, weight) * out_gate.sigmoid(), s, window
 
 
-@near_miss()
+@near_miss(right="y state")
 def window_of_activated_inputs(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_beta, s, out_gate, weight):
     """The window handed on holds SiLU of the inputs; the operator keeps the inputs themselves."""
     q, k, v, window = convolved(qkv, taps, conv_state)
@@ -115,7 +117,7 @@ def window_of_activated_inputs(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw
     return normed(o, weight) * out_gate.sigmoid(), s, F.silu(window)
 
 
-@near_miss()
+@near_miss(right="state conv_state")
 def swish_output_gate(qkv, taps, conv_state, raw_g, a_log, dt_bias, raw_beta, s, out_gate, weight):
     """The output gate is SiLU; the operator's is a sigmoid."""
     q, k, v, window = convolved(qkv, taps, conv_state)

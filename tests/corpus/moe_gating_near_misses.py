@@ -21,7 +21,7 @@ def kept_groups(choice, value):
     return choice.masked_fill(~keep.repeat_interleave(choice.shape[-1] // GROUPS, -1), -torch.inf)
 
 
-@near_miss()
+@near_miss(right="experts")
 def bias_in_the_weights(logits, bias):
     """The weights are taken from score and bias; the operator weighs by the score alone."""
     weights, experts = (logits.sigmoid() + bias).topk(CHOSEN, -1)
@@ -92,7 +92,7 @@ def softmax_scores(logits, bias):
     return renormed(scores.gather(-1, experts)), experts
 
 
-@near_miss()
+@near_miss(right="experts", served_by="renorm=False, a softmax behind it")
 def softmax_over_chosen_scores(logits, bias):
     """The chosen scores pass a softmax; the operator divides them by their sum."""
     scores = logits.sigmoid()
@@ -100,7 +100,7 @@ def softmax_over_chosen_scores(logits, bias):
     return scores.gather(-1, experts).softmax(-1) * FACTOR, experts
 
 
-@near_miss()
+@near_miss(served_by="norm_type=0 for the experts, their sigmoid behind it")
 def sigmoid_chosen_by_softmax(logits, bias):
     """A softmax and the bias choose, the sigmoid weighs; the operator chooses and weighs by one score."""
     experts = (logits.softmax(-1) + bias).topk(CHOSEN, -1).indices
@@ -132,7 +132,7 @@ def experts_choose_tokens(logits, bias):
     return kept / (kept.sum(-1, keepdim=True) + 1e-20) * FACTOR
 
 
-@near_miss()
+@near_miss(right="experts", served_by="renorm=False, divided by the largest behind it")
 def best_one_kept_whole(logits, bias):
     """Divided by the largest chosen score; the operator divides by the sum."""
     scores = logits.sigmoid()

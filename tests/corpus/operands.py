@@ -88,7 +88,7 @@ class _Draw:
 
     def choice(self, rows, count, few):
         """`few` different numbers below `count` in each of `rows` rows."""
-        return torch.rand(rows, count, generator=self.generator).argsort(-1)[:, :few]
+        return torch.rand(rows, count, generator=self.generator).argsort(-1)[:, :few].contiguous()
 
 
 def kda(draw, t):

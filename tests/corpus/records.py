@@ -54,10 +54,17 @@ class Spelling(Program):
 class NearMiss(Program):
     """Almost the operator: on the operands named here the operator would compute something else.
 
-    `served_by` says from which other operands the same operator could rightly serve it; empty: it must not appear.
+    `right`: the results that it would get right all the same. `served_by` says from which other operands, or with
+    what behind it, the operator could rightly serve the whole.
     """
 
+    right: tuple[str, ...] = ()
     served_by: str = ""
+
+    @property
+    def excluded(self):
+        """The operator can serve nothing of it (a window of past inputs is a slice, no work): it must not appear."""
+        return not self.served_by and not set(self.right) - {"conv_state"}
 
 
 SPELLINGS: dict[str, Spelling] = {}
@@ -84,7 +91,7 @@ def misser(operator, **usual):
 
 
 def _read(facts):
-    return facts | {key: tuple(facts[key].split()) for key in ("arguments", "results")}
+    return facts | {key: tuple(facts[key].split()) for key in ("arguments", "results", "right") if key in facts}
 
 
 def _keep(table, program):
