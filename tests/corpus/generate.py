@@ -59,19 +59,19 @@ AXES = {
     "length": (1, 4, 7),
 }
 
-# Each lie, and from which other operands the operator could serve it all the same.
+# Each lie, from which other operands the operator could serve it all the same, and what it gets right anyway.
 LIES = {
-    "predicts before the decay": "",
-    "decays after the write": "",
-    "reads before the write": "",
-    "forgets nothing": "gate = 0",
-    "erases nothing": "",
-    "predicts with the query": "",
-    "keeps the prediction": "",
-    "returns the state before": "",
-    "one gate a head": "gate = log of the mean decay, for every channel",
-    "beta twice": "beta = its square",
-    "decay squared": "gate = 2 g",
+    "predicts before the decay": ("", ()),
+    "decays after the write": ("gate of the token before, 0 at first; q and the state times the decay", ()),
+    "reads before the write": ("", ("state",)),
+    "forgets nothing": ("gate = 0", ()),
+    "erases nothing": ("", ()),
+    "predicts with the query": ("", ()),
+    "keeps the prediction": ("beta = 1, value = beta times value", ()),
+    "returns the state before": ("", ("o",)),
+    "one gate a head": ("gate = log of the mean decay, for every channel", ()),
+    "beta twice": ("beta = its square", ()),
+    "decay squared": ("gate = 2 g", ()),
 }
 
 
@@ -197,7 +197,9 @@ def record(drawn, choice, gate_names, lie):
     }
     if lie is None:
         return Spelling(drawn, "kda_recurrent", counts={"kda_recurrent": 1}, **facts)
-    return NearMiss(drawn, "kda_recurrent", served_by=LIES[lie], **facts)
+    served_by, right = LIES[lie]
+    by_layout = {"o": f"o{layout}", "state": f"state{state}"}
+    return NearMiss(drawn, "kda_recurrent", served_by=served_by, right=tuple(by_layout[x] for x in right), **facts)
 
 
 choices = st.fixed_dictionaries({axis: st.sampled_from(options) for axis, options in AXES.items()})

@@ -1,10 +1,13 @@
 """What the generator draws is the delta rule, or with its one lie is not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from generate import AXES, LIES, compose, near_misses, spellings
 from hypothesis import given, settings
 from judging import difference, expect, run
+from operands import operands
 
 DRAWS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 PLAIN = {axis: options[0] for axis, options in AXES.items()}
@@ -37,11 +40,25 @@ def test_each_choice_of_an_axis_is_right_by_itself(axis):
 @pytest.mark.parametrize("beta", AXES["beta"])
 def test_each_lie_is_one_under_every_place_of_beta(lie, beta):
     for length in AXES["length"]:
-        assert off(compose(PLAIN | {"beta": beta, "length": length}, lie), seed=2) > 1e-3, length
+        program = compose(PLAIN | {"beta": beta, "length": length}, lie)
+        got, want = run(program, length, 2), expect(program, length, 2)
+        assert difference(got, want) > 1e-3, length
+        assert all(difference({name: got[name]}, {name: want[name]}) < 1e-10 for name in program.right)
+
+
+@pytest.mark.slow
+@settings(DRAWS, max_examples=12)
+@given(spellings)
+def test_dynamo_takes_a_drawn_spelling_whole(program):
+    torch._dynamo.reset()
+    captured = replace(program, fn=torch.compile(program.fn, backend="eager", fullgraph=True))
+    (length,) = program.lengths
+    assert difference(run(captured, length, 0, torch.float32), expect(program, length, 0, torch.float32)) < 2e-5
 
 
 def test_a_drawn_program_does_not_write_into_its_operands():
-    program = compose(PLAIN | {"length": 4, "output": "filled"})
-    want = expect(program, 4, 0)
-    assert set(want) == {"o", "state"}
-    assert torch.equal(run(program, 4, 0)["o"], run(program, 4, 0)["o"])
+    for output in AXES["output"]:
+        program = compose(PLAIN | {"length": 4, "output": output})
+        given_, fresh = operands(program, 4), operands(program, 4)
+        program.fn(*given_)
+        assert all(torch.equal(after, before) for after, before in zip(given_, fresh, strict=True))

@@ -115,6 +115,10 @@ LIES_SERVED = {
     "forgets nothing": lambda made: {"g": torch.zeros_like(made["g"])},
     "one gate a head": lambda made: {"g": made["g"].exp().mean(-1, keepdim=True).log().expand_as(made["g"])},
     "beta twice": lambda made: {"beta": made["beta"].square()},
+    "keeps the prediction": lambda made: {
+        "beta": torch.ones_like(made["beta"]),
+        "v": made["v"] * made["beta"].unsqueeze(-1),
+    },
     "decay squared": lambda made: {"g": 2 * made["g"]},
 }
 
@@ -124,7 +128,13 @@ def test_a_drawn_lie_is_served_as_it_says(lie):
     program = compose({axis: options[0] for axis, options in AXES.items()} | {"length": 4}, lie)
     made = make("kda_recurrent", 4, SEED)
     held(program, define(program, made | LIES_SERVED[lie](made)), 4)
-    assert LIES_SERVED.keys() == {lie for lie, served_by in LIES.items() if served_by}
+    by_hand_below = {"decays after the write"}
+    assert LIES_SERVED.keys() | by_hand_below == {lie for lie, (served_by, _) in LIES.items() if served_by}
+
+
+def test_a_late_decay_is_served_as_it_says():
+    program = compose({axis: options[0] for axis, options in AXES.items()} | {"length": 4}, "decays after the write")
+    held(program, BY_HAND["decays_after_the_write"](program, make("kda_recurrent", 4, SEED)), 4)
 
 
 def test_enough_must_be_left_alone():
