@@ -40,6 +40,14 @@ _PLUMBING = {
     ATEN.cat.default,
     ATEN.stack.default,
 }
+_SUMS = {
+    ATEN.add.Tensor,
+    ATEN.sub.Tensor,
+    ATEN.addcmul.default,
+    ATEN.baddbmm.default,
+    ATEN.addmm.default,
+    ATEN.addbmm.default,
+}
 _PASSING_STATES = {
     ATEN.index_put.default,
     ATEN.index_copy.default,
@@ -130,9 +138,23 @@ def state_products(flow: Dataflow, decays: Decays) -> list[fx.Node]:
         if node.target not in (ATEN.mul.Tensor, ATEN.einsum.default) or len(factors) != 2:
             continue
         for decay, state in (factors, factors[::-1]):
-            if _unmoved(decay) in decays.exponentials and _is_spread(decay, state, node):
+            is_decayed = _unmoved(decay) in decays.exponentials and _is_spread(decay, state, node)
+            if is_decayed and sums_with(flow, node):
                 found.append(node)
                 break
+    return found
+
+
+def sums_with(flow: Dataflow, product: fx.Node) -> list[fx.Node]:
+    """Sums that take a product in, be it through views: a state that decays gets something added."""
+    found: list[fx.Node] = []
+    todo = [product]
+    while todo:
+        for user in flow.users[todo.pop()]:
+            if user.target in _SUMS:
+                found.append(user)
+            elif is_view(user):
+                todo.append(user)
     return found
 
 

@@ -13,7 +13,8 @@ from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
 from k31compile.graph.views import is_view
-from k31compile.passes.recognise.contractions import is_contraction, operands
+from k31compile.passes.recognise.contractions import is_contraction
+from k31compile.passes.recognise.contractions import operands as operands_of
 from k31compile.passes.recognise.decays import (
     Decays,
     common_exits,
@@ -21,6 +22,7 @@ from k31compile.passes.recognise.decays import (
     find_decays,
     serves_all_channels,
     state_products,
+    sums_with,
 )
 from k31compile.passes.recognise.delta_reading import LN2, DeltaReading, Memo, assignments
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
@@ -55,9 +57,9 @@ class DeltaRuleRecogniser(Recogniser):
         if products and serves_all_channels(products[-1]) != self.is_scalar:
             return
         states, passing = final_states(flow, decays, products[-1]) if products else ([], set())
-        final = flow.in_order(states)[-1:]
-        exits = [node for node in common_exits(flow, decays, states, passing) if is_float(node)]
-        exits = [node for node in exits if node not in states and node not in products]
+        final = [state for state in states if products and state in sums_with(flow, products[-1])]
+        before = flow.ancestors([*products, *final])
+        exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
         for out in _last_of_each_value(exits)[:_MOST_EXITS]:
             outputs = (out, *final)
             core = flow.between(decays.starts, outputs) | set(outputs)
@@ -149,7 +151,7 @@ def _is_pairwise(flow: Dataflow, node: fx.Node) -> bool:
     while True:
         varying = [source for source in flow.inputs[node] if source not in flow.constants]
         if is_contraction(node):
-            return len(varying) > 1 and not weight_operands(flow).intersection(operands(node))
+            return len(varying) > 1 and not weight_operands(flow).intersection(operands_of(node))
         if len(varying) != 1:
             return False
         node = varying[0]
