@@ -7,7 +7,9 @@ if not __name__.startswith("k31compile."):
     # The repository root holds a link of this name: imported through it, every operator would be defined twice.
     raise ImportError(f"import k31compile.kernels instead of {__name__}")
 
+from k31compile.kernels.grouped_experts import grouped_experts_reference
 from k31compile.kernels.lightning_indexer import lightning_indexer_reference
+from k31compile.kernels.moe_gating_top_k import moe_gating_top_k_reference
 from k31compile.kernels.registry import OPERATORS, Operator, Provider, provider_for
 from k31compile.kernels.sparse_flash_attention import sparse_flash_attention_reference
 
@@ -15,7 +17,9 @@ __all__ = [
     "OPERATORS",
     "Operator",
     "Provider",
+    "grouped_experts_reference",
     "lightning_indexer_reference",
+    "moe_gating_top_k_reference",
     "provider_for",
     "sparse_flash_attention_reference",
 ]
