@@ -1,6 +1,5 @@
 """Every implementation of k31::moe_gating_top_k against a definition in Python floats, and against public routers."""
 
-import importlib
 import math
 from dataclasses import fields
 from types import SimpleNamespace
@@ -251,11 +250,12 @@ ROUTERS = [  # where it is written, its class, and the options that say the same
 
 
 @pytest.mark.parametrize(("family", "name", "options"), ROUTERS, ids=[name for _, name, _ in ROUTERS])
-def test_public_routers(family, name, options):
-    module = importlib.import_module(pytest.importorskip(f"transformers.models.{family}.modeling_{family}").__name__)
+def test_public_routers(family, name, options, transformers_model):
+    experts = 24
     config = SimpleNamespace(
         num_experts_per_tok=5,
-        num_local_experts=24,
+        num_local_experts=experts,
+        num_experts=experts,
         hidden_size=11,
         routed_scaling_factor=2.5,
         n_group=4,
@@ -263,7 +263,7 @@ def test_public_routers(family, name, options):
         norm_topk_prob=True,
         topk_method="group_limited_greedy",
     )
-    router = getattr(module, name)(config)
+    router = getattr(transformers_model(family), name)(config)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         router.weight.normal_(generator=generator)
@@ -272,8 +272,8 @@ def test_public_routers(family, name, options):
             bias.normal_(0, 0.2, generator=generator)
         logits, weights, chosen = router(torch.randn(37, 11, generator=generator))
     case = {"group_count": 4, "k_group": 2, "routed_scaling_factor": 2.5, "bias": bias} | options
-    got, experts = kernels.moe_gating_top_k_reference(logits, 5, **case)
+    got, mine = kernels.moe_gating_top_k_reference(logits, 5, **case)
     order = chosen.argsort(dim=1)
-    mine = experts.argsort(dim=1)
-    assert torch.equal(experts.gather(1, mine).long(), chosen.gather(1, order))
-    torch.testing.assert_close(got.gather(1, mine), weights.gather(1, order), rtol=1e-6, atol=0)
+    own = mine.argsort(dim=1)
+    assert torch.equal(mine.gather(1, own).long(), chosen.gather(1, order))
+    torch.testing.assert_close(got.gather(1, own), weights.gather(1, order), rtol=1e-6, atol=0)
