@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ SITU, SWIGLU = "situ", "swiglu"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class Gating:
+class Gating(NamedTuple):
     """The options of moe_gating_top_k, with the defaults of its schema.
 
     bias: [E], added to the scores for the choice only.
@@ -78,8 +77,7 @@ class Gating:
             raise OperatorError(f"group_select_mode {self.group_select_mode} needs more experts a group than {size}")
 
 
-@dataclass(frozen=True)
-class ExpertActivation:
+class ExpertActivation(NamedTuple):
     """The options of grouped_experts, with the defaults of its schema.
 
     activation: "situ" (K3.1 spec 2.18) or "swiglu", silu(gate) * up.

@@ -30,8 +30,13 @@ def attention(rows):
         query_rope=query[..., 512:], key_rope=cache[..., 512:], sparse_mode=0,
     )
 
+def experts(rows):
+    x, index, weights = torch.randn(rows, 64), torch.randint(0, 16, (rows, 8)), torch.rand(rows, 8)
+    gate, up, down = torch.randn(16, 256, 64), torch.randn(16, 256, 64), torch.randn(16, 64, 256)
+    return lambda: torch.ops.k31.grouped_experts(x, index, weights, [gate], [up], [down])
+
 torch.set_num_threads(2)
-make, rows = {"indexer": indexer, "attention": attention}[sys.argv[1]], int(sys.argv[2])
+make, rows = {"indexer": indexer, "attention": attention, "experts": experts}[sys.argv[1]], int(sys.argv[2])
 make(8)()
 call = make(rows)
 Path("/proc/self/clear_refs").write_text("5")
@@ -53,7 +58,11 @@ def extra_bytes(operator, rows, **variables):
 
 @pytest.mark.parametrize(
     ("operator", "rows", "plain"),
-    [("indexer", 2048, 2048 * 2048 * 16 * 4), ("attention", 128, 128 * 512 * 576 * 4)],
+    [
+        ("indexer", 2048, 2048 * 2048 * 16 * 4),
+        ("attention", 128, 128 * 512 * 576 * 4),
+        ("experts", 8192, 8192 * 8 * 256 * 4),
+    ],
 )
 def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
     usable, why = loader.available()
@@ -64,7 +73,11 @@ def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
 
 @pytest.mark.parametrize(
     ("operator", "rows", "plain"),
-    [("indexer", 2048, 2048 * 2048 * 16 * 4), ("attention", 512, 512 * 512 * 576 * 4)],
+    [
+        ("indexer", 2048, 2048 * 2048 * 16 * 4),
+        ("attention", 512, 512 * 512 * 576 * 4),
+        ("experts", 8192, 8192 * 8 * 256 * 4),
+    ],
 )
 def test_references_work_in_blocks(operator, rows, plain):
     assert extra_bytes(operator, rows, K31_CPU_KERNELS="0") < plain / 2

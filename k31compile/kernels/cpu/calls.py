@@ -123,6 +123,12 @@ def operand(tensor: torch.Tensor | None) -> Operand:
     return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], stride[0], stride[1], stride[2])
 
 
+def plane(tensor: torch.Tensor) -> Operand:
+    """Describe a tensor [row, number] of any strides; a readable one has its numbers side by side."""
+    rows, numbers = tensor.stride()
+    return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], rows, numbers)
+
+
 def integers(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Lengths and tables as the kernels read them: on the CPU, int64, contiguous."""
     return None if tensor is None else tensor.to("cpu", torch.int64).contiguous()

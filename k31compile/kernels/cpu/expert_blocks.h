@@ -8,8 +8,8 @@
 namespace k31 {
 
 struct ExpertsCall {
-    Operand x;
-    Operand weights;  // its stride_head is between slots
+    Operand x;        // [row, number]: strides outer and row, as for weights [row, slot]
+    Operand weights;
     const char* indices;
     int64_t index_bytes;
     int64_t index_stride_row;
@@ -36,7 +36,7 @@ struct ExpertsCall {
         return index >= 0 && index < experts ? index : -1;
     }
     float weight(int64_t row, int64_t slot) const {
-        return element_of(weights.data, weights.dtype, row * weights.stride_outer + slot * weights.stride_head);
+        return element_of(weights.data, weights.dtype, row * weights.stride_outer + slot * weights.stride_row);
     }
 };
 

@@ -17,9 +17,8 @@ namespace k31 {
 constexpr int64_t CHUNK = 192;        // outputs of one product: whole panels and tiles whatever LANES is
 constexpr int64_t DEPTH_STEP = 256;   // depth whose panels of a chunk stay in the second-level cache
 constexpr int64_t ROW_GROUP = 12;     // a multiple of every TILE_ROWS
-constexpr int64_t DOT_ROWS = 4;       // rows, and at most DOT_TOKENS tokens, whose sums fit the registers
-constexpr int64_t DOT_TOKENS = 3;
-constexpr int64_t COLUMN_TOKENS = 2;  // as many tokens, and COLUMN_DEPTHS numbers of each
+constexpr int64_t DOT_TOKENS = 3;     // tokens that share a load of numbers
+constexpr int64_t COLUMN_TOKENS = 2;  // tokens, and depths, that share a load of sums
 constexpr int64_t COLUMN_DEPTHS = 4;
 
 // One expert's projection; `stride` is between rows, or between columns of a transposed one.
@@ -162,24 +161,24 @@ inline void multiply_columns(const Part& part, const float* activations, int64_t
 
 // Depth across the lanes: out[token][CHUNK] for TOKENS tokens.
 template <bool HALF, int64_t TOKENS> void dot_rows(const Part& part, const float* activations, float* out) {
-    constexpr int64_t BYTES = HALF ? 2 : 4;
+    constexpr int64_t BYTES = HALF ? 2 : 4, ROWS = TOKENS == 1 ? 8 : TOKENS == 2 ? 6 : 4;  // sums that fit 16 registers
     const int64_t whole = part.depth / LANES * LANES;
-    for (int64_t f = 0; f < part.count; f += DOT_ROWS) {
-        const char* rows[DOT_ROWS];
-        for (int64_t r = 0; r < DOT_ROWS; r++)
+    for (int64_t f = 0; f < part.count; f += ROWS) {
+        const char* rows[ROWS];
+        for (int64_t r = 0; r < ROWS; r++)
             rows[r] = part.matrix.at(part.first + std::min(f + r, part.count - 1), 0);
-        Floats sums[DOT_ROWS][TOKENS] = {};
+        Floats sums[ROWS][TOKENS] = {};
         for (int64_t d = 0; d < whole; d += LANES) {
             Floats row[TOKENS];
             for (int64_t t = 0; t < TOKENS; t++) row[t] = load<Floats>(activations + t * part.depth + d);
-#pragma GCC unroll 4
-            for (int64_t r = 0; r < DOT_ROWS; r++) {
+#pragma GCC unroll 8
+            for (int64_t r = 0; r < ROWS; r++) {
                 const Floats numbers = load_numbers<HALF>(rows[r] + d * BYTES);
 #pragma GCC unroll 4
                 for (int64_t t = 0; t < TOKENS; t++) sums[r][t] += numbers * row[t];
             }
         }
-        for (int64_t r = 0; r < std::min(DOT_ROWS, part.count - f); r++)
+        for (int64_t r = 0; r < std::min(ROWS, part.count - f); r++)
             for (int64_t t = 0; t < TOKENS; t++) {
                 float sum = sum_lanes(sums[r][t]);
                 for (int64_t d = whole; d < part.depth; d++)

@@ -65,28 +65,34 @@ const float* Worker::gather(const ExpertsCall& call, const ExpertBlock& block, i
 // gate[i] = act(gate[i], up[i]); n is a multiple of LANES.
 void activate(const ExpertsCall& call, float* gate, const float* up, int64_t n) {
     const float beta = float(call.beta), linear = float(call.linear_beta);
+    const float per_beta = float(1 / call.beta), per_linear = linear != 0.0f ? float(1 / call.linear_beta) : 0.0f;
     for (int64_t i = 0; i < n; i += LANES) {
         const Floats g = load<Floats>(gate + i), open = sigmoid(g);
         Floats u = load<Floats>(up + i);
-        if (call.situ && linear != 0.0f) u = tanh(u / linear) * linear;
-        store(gate + i, (call.situ ? tanh(g / beta) * beta : g) * open * u);
+        if (call.situ && linear != 0.0f) u = tanh(u * per_linear) * linear;
+        store(gate + i, (call.situ ? tanh(g * per_beta) * beta : g) * open * u);
     }
 }
 
 // Inner activations [first, first + count) of a block go to where down reads them: panels or rows of all of them.
-void keep(const ExpertsCall& call, const ExpertBlock& block, const Grid& grid, int64_t first, int64_t count, float* hidden) {
+void keep(const ExpertsCall& call, const ExpertBlock& block, const Grid& grid, int64_t first, int64_t count,
+          float* hidden) {
     if (!by_lanes(call.down.transposed(), block.tokens)) {
-        for (int64_t t = 0; t < block.tokens; t++)
-            for (int64_t i = 0; i < count; i++) hidden[t * call.inner + first + i] = grid.at(i, t);
+        for (int64_t t = 0; t < block.tokens; t++) {
+            float* row = hidden + t * call.inner + first;
+            if (grid.per_output == 1) std::copy_n(grid.data + t * grid.per_token, count, row);
+            else for (int64_t i = 0; i < count; i++) row[i] = grid.at(i, t);
+        }
         return;
     }
     for_panels(block.lanes() / LANES, [&](auto width, int64_t v) {
         constexpr int64_t columns = width.value * LANES;
-        float* panel = hidden + v * LANES * call.inner + first * columns;
-        const int64_t real = std::min(columns, block.tokens - v * LANES);
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t c = 0; c < columns; c++)
-                panel[i * columns + c] = c < real ? grid.at(i, v * LANES + c) : 0.0f;
+        const int64_t token = v * LANES, real = std::min(columns, block.tokens - token);
+        for (int64_t i = 0; i < count; i++) {
+            float* line = hidden + token * call.inner + (first + i) * columns;
+            if (grid.per_token == 1) std::copy_n(grid.data + i * grid.per_output + token, columns, line);
+            else for (int64_t c = 0; c < columns; c++) line[c] = c < real ? grid.at(i, token + c) : 0.0f;
+        }
     });
 }
 

@@ -27,7 +27,7 @@ def experts_provider(variant: str = "fast") -> Provider:
         activation = ExpertActivation(**options)
         activation.check()
         check_experts(x, expert_idx, weights, gate_proj, up_proj, down_proj)
-        result = torch.zeros((x.shape[0], width_of(down_proj)), dtype=torch.float32, device=x.device)
+        result = x.new_zeros((x.shape[0], width_of(down_proj)), dtype=torch.float32)
         inner = gate_proj[0].shape[-2]
         if 0 in (result.numel(), expert_idx.numel(), inner, x.shape[1]):
             return result
@@ -39,8 +39,8 @@ def experts_provider(variant: str = "fast") -> Provider:
         down = same_layout(down_proj)
         tables = [calls.pointers(matrices) for matrices in (gate, up, down)]
         arguments = calls.ExpertsCall(
-            calls.operand(x[:, None, None]),
-            calls.operand(weights[:, None, :]),
+            calls.plane(x),
+            calls.plane(weights),
             expert_idx.data_ptr(),
             expert_idx.element_size(),
             *expert_idx.stride(),

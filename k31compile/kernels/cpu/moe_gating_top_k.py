@@ -18,14 +18,13 @@ def gating_provider(variant: str = "fast") -> Provider:
         gating = Gating(**options)
         gating.check(x, k)
         shape = (x.shape[0], k)
-        weights = torch.empty(shape, dtype=torch.float32, device=x.device)
-        experts = torch.empty(shape, dtype=torch.int32, device=x.device)
+        weights, experts = x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
         if weights.numel() == 0:
             return weights, experts
         x = calls.readable(x)
         bias = None if gating.bias is None else gating.bias.float().contiguous()
         arguments = calls.GatingCall(
-            calls.operand(x[:, None, None]),
+            calls.plane(x),
             0 if bias is None else bias.data_ptr(),
             *x.shape,
             k,
