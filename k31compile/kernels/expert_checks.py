@@ -121,12 +121,13 @@ def check_experts(
     inner = gate_proj[0].shape[-2]
     shapes = ((inner, x.shape[1]), (inner, x.shape[1]), (width_of(down_proj), inner))
     for name, matrices, shape in zip(PROJECTIONS, (gate_proj, up_proj, down_proj), shapes, strict=True):
-        if count_experts(name, matrices) != experts:
-            raise OperatorError(f"{name} has {count_experts(name, matrices)} experts, gate_proj {experts}")
+        count = count_experts(name, matrices)
+        if count != experts:
+            raise OperatorError(f"{name} has {count} experts, gate_proj {experts}")
         for matrix in matrices:
             if matrix.shape[-2:] != shape:
                 raise OperatorError(f"{name} must hold matrices {list(shape)}, not {list(matrix.shape[-2:])}")
-            check_floats(("x", x), (name, matrix))
+        check_floats(("x", x), *((name, matrix) for matrix in matrices))
 
 
 def count_experts(name: str, matrices: Sequence[torch.Tensor]) -> int:

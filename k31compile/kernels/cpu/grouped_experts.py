@@ -69,7 +69,7 @@ def same_layout(matrices: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """
     first = matrices[0]
     kind = (first.stride(), first.dtype)
-    if 1 in first.stride()[-2:] and all((matrix.stride(), matrix.dtype) == kind for matrix in matrices):
+    if 1 in kind[0][-2:] and all((matrix.stride(), matrix.dtype) == kind for matrix in matrices[1:]):
         return matrices
     dtype = first.dtype if all(matrix.dtype == first.dtype for matrix in matrices) else torch.float32
     return [matrix.to(dtype).contiguous() for matrix in matrices]
