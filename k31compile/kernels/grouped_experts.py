@@ -29,6 +29,7 @@ SCHEMA = (
     "grouped_experts(Tensor x, Tensor expert_idx, Tensor weights, Tensor[] gate_proj, Tensor[] up_proj, "
     "Tensor[] down_proj, *, str activation='situ', float situ_beta=4.0, float? linear_beta=25.0) -> Tensor"
 )
+_BLOCK_ELEMENTS = 1 << 19
 
 
 def grouped_experts_fake(
@@ -56,7 +57,7 @@ def grouped_experts_reference(
     down_proj: Sequence[torch.Tensor],
     **options: Any,
 ) -> torch.Tensor:
-    """Run each expert on the tokens that name it; the definition of the operator, an expert at a time.
+    """Run each expert on the tokens that name it; the definition of the operator, in blocks of one expert.
 
     Args:
         x: [N, L]; weights: [N, k]. Any mix of float dtypes, here and in the projections.
@@ -75,11 +76,13 @@ def grouped_experts_reference(
     named = expert_idx[(expert_idx >= 0) & (expert_idx < count_experts("gate_proj", gate_proj))]
     with torch.autocast(x.device.type, enabled=False):
         for expert in named.unique().tolist():
-            tokens, slots = torch.where(expert_idx == expert)
             gate, up, down = (_matrix(proj, expert).to(dtype) for proj in (gate_proj, up_proj, down_proj))
-            rows = x[tokens].to(dtype)
-            out = _activate(rows @ gate.T, rows @ up.T, activation) @ down.T
-            result.index_add_(0, tokens, out * weights[tokens, slots, None].to(dtype))
+            step = max(1, _BLOCK_ELEMENTS // max(1, *gate.shape, down.shape[0]))
+            for block in torch.nonzero(expert_idx == expert).split(step):
+                tokens, slots = block.unbind(1)
+                rows = x[tokens].to(dtype)
+                out = _activate(rows @ gate.T, rows @ up.T, activation) @ down.T
+                result.index_add_(0, tokens, out * weights[tokens, slots, None].to(dtype))
     return result
 
 

@@ -265,6 +265,12 @@ def test_several_callers_at_once(experts):
     assert all(torch.equal(a, b) for a, b in zip(alone * 4, together, strict=True))
 
 
+def test_the_reference_in_many_blocks(monkeypatch):
+    monkeypatch.setattr("k31compile.kernels.grouped_experts._BLOCK_ELEMENTS", 100)
+    case = draw(33, 2, 3, 12, 19, 10)
+    agree(kernels.grouped_experts_reference(**case), case)
+
+
 OPERATOR = torch.ops.k31.grouped_experts.default
 
 

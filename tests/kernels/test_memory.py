@@ -61,7 +61,7 @@ def extra_bytes(operator, rows, **variables):
     [
         ("indexer", 2048, 2048 * 2048 * 16 * 4),
         ("attention", 128, 128 * 512 * 576 * 4),
-        ("experts", 8192, 8192 * 8 * 256 * 4),
+        ("experts", 12288, 12288 * 8 * 256 * 4),
     ],
 )
 def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
@@ -76,7 +76,7 @@ def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
     [
         ("indexer", 2048, 2048 * 2048 * 16 * 4),
         ("attention", 512, 512 * 512 * 576 * 4),
-        ("experts", 8192, 8192 * 8 * 256 * 4),
+        ("experts", 12288, 12288 * 8 * 256 * 4),
     ],
 )
 def test_references_work_in_blocks(operator, rows, plain):
