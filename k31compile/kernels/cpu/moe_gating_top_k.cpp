@@ -3,7 +3,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <functional>
 
 #include "activation.h"
 #include "cache.h"
@@ -33,28 +32,18 @@ struct GatingCall {
 
 constexpr double WORTH_A_THREAD = 1e5;  // logits below which waking a thread costs more than it saves
 
-// A number whose order is that of the choice: the larger value, then the lower place.
-K31_INLINE uint64_t key_of(float value, int64_t place) {
-    return uint64_t(rank_of(value + 0.0f)) << 32 | uint32_t(~uint32_t(place));  // + 0 makes a -0 equal to +0
-}
-
-K31_INLINE int32_t place_of(uint64_t key) { return int32_t(~uint32_t(key)); }
-
-// The k best of n keys come first, in order.
-inline void sort_best(uint64_t* keys, int64_t n, int64_t k) {
-    std::partial_sort(keys, keys + k, keys + n, std::greater<uint64_t>());
-}
-
 struct Router {
-    float* scores;  // whole vectors, as choice
+    float* scores;    // whole vectors of experts or groups, as choice, values and ranks
     float* choice;
-    uint64_t* keys;
-    bool* kept;
+    float* values;    // of the groups
+    uint32_t* ranks;
+    int32_t* best;    // the groups, then the experts that are taken
+    bool* kept;       // by group
 
     static Router carve(Carver& from, const GatingCall& call) {
-        const int64_t padded = round_up(call.experts, LANES);
-        return {from.take<float>(padded), from.take<float>(padded), from.take<uint64_t>(call.experts),
-                from.take<bool>(call.groups)};
+        const int64_t padded = round_up(call.experts, LANES);  // there are no more groups than experts
+        return {from.take<float>(padded), from.take<float>(padded),   from.take<float>(padded),
+                from.take<uint32_t>(padded), from.take<int32_t>(padded), from.take<bool>(call.groups)};
     }
 
     void read(const GatingCall& call, int64_t row) {
@@ -85,15 +74,14 @@ struct Router {
     void choose(const GatingCall& call) {
         for (int64_t e = 0; e < call.experts; e++) choice[e] = call.bias ? scores[e] + call.bias[e] : scores[e];
         if (call.groups > 1) fill_other_groups(call);
-        for (int64_t e = 0; e < call.experts; e++) keys[e] = key_of(choice[e], e);
-        sort_best(keys, call.experts, call.count);
+        take_best(choice, call.experts, call.count);
     }
 
     void write(const GatingCall& call, int64_t row) const {
         float* weights = call.weights + row * call.count;
         float sum = 0.0f;
         for (int64_t j = 0; j < call.count; j++) {
-            const int32_t expert = place_of(keys[j]);
+            const int32_t expert = best[j];
             call.chosen[row * call.count + j] = expert;
             weights[j] = scores[expert];
             sum += weights[j];
@@ -103,6 +91,11 @@ struct Router {
     }
 
   private:
+    void take_best(const float* of, int64_t n, int64_t k) {
+        for (int64_t i = 0; i < n; i += LANES) store(ranks + i, ranks_of(load<Floats>(of + i)));
+        insert_best(ranks, n, k, best);
+    }
+
     // The sum of the two largest, or the largest; NaN where there is one.
     static float value_of(const float* group, int64_t size, bool two_best) {
         float first = -__builtin_inff(), second = first;
@@ -116,10 +109,10 @@ struct Router {
 
     void fill_other_groups(const GatingCall& call) {
         const int64_t size = call.experts / call.groups;
-        for (int64_t g = 0; g < call.groups; g++) keys[g] = key_of(value_of(choice + g * size, size, call.two_best), g);
-        sort_best(keys, call.groups, call.kept_groups);
+        for (int64_t g = 0; g < call.groups; g++) values[g] = value_of(choice + g * size, size, call.two_best);
+        take_best(values, call.groups, call.kept_groups);
         std::fill(kept, kept + call.groups, false);
-        for (int64_t g = 0; g < call.kept_groups; g++) kept[place_of(keys[g])] = true;
+        for (int64_t g = 0; g < call.kept_groups; g++) kept[best[g]] = true;
         for (int64_t g = 0; g < call.groups; g++)
             if (!kept[g]) std::fill(choice + g * size, choice + (g + 1) * size, float(call.group_fill));
     }
