@@ -20,6 +20,7 @@ constexpr int64_t ROW_GROUP = 12;     // a multiple of every TILE_ROWS
 constexpr int64_t DOT_TOKENS = 3;     // tokens that share a load of numbers
 constexpr int64_t COLUMN_TOKENS = 2;  // tokens, and depths, that share a load of sums
 constexpr int64_t COLUMN_DEPTHS = 4;
+constexpr int64_t AHEAD = 8;          // lines between what is read of columns and what is fetched
 
 // One expert's projection; `stride` is between rows, or between columns of a transposed one.
 struct Matrix {
@@ -30,6 +31,10 @@ struct Matrix {
 
     K31_INLINE const char* at(int64_t line, int64_t place) const {
         return data + (line * stride + place) * size_of(dtype);
+    }
+    // Lines [from, to) are wanted soon, `count` numbers of each: the processor would not see in time where they lie.
+    K31_INLINE void announce(int64_t from, int64_t to, int64_t place, int64_t count) const {
+        for (int64_t line = from; line < to; line++) prefetch(at(line, place), count * size_of(dtype));
     }
 };
 
@@ -107,7 +112,8 @@ inline void multiply_rows(const Part& part, const float* panels, int64_t tokens,
     const Matrix& matrix = part.matrix;
     const int64_t vectors = round_up(tokens, LANES) / LANES, stride = vectors * LANES;
     for (int64_t f = 0; f < part.count; f += ROW_GROUP) {
-        const int64_t n = std::min(ROW_GROUP, part.count - f);
+        const int64_t n = std::min(ROW_GROUP, part.count - f), next = std::min(f + 2 * ROW_GROUP, part.count);
+        matrix.announce(part.first + f + ROW_GROUP, part.first + next, 0, part.depth);
         const char* rows[ROW_GROUP];
         for (int64_t r = 0; r < ROW_GROUP; r++) {
             if (r >= n) {
@@ -131,6 +137,8 @@ inline void pack_columns(const Part& part, int64_t from, int64_t depth, float* p
     const int64_t vectors = round_up(part.count, LANES) / LANES;
     for (int64_t d = 0; d < depth; d++) {
         const char* line = part.matrix.at(from + d, part.first);
+        part.matrix.announce(from + std::min(d + AHEAD, depth), from + std::min(d + AHEAD + 1, depth), part.first,
+                             part.count);
         for_panels(vectors, [&](auto width, int64_t v) {
             float* to = panels + v * LANES * depth + d * width.value * LANES;
             const int64_t real = std::min<int64_t>(width.value * LANES, part.count - v * LANES);
@@ -167,6 +175,7 @@ template <bool HALF, int64_t TOKENS> void dot_rows(const Part& part, const float
         const char* rows[ROWS];
         for (int64_t r = 0; r < ROWS; r++)
             rows[r] = part.matrix.at(part.first + std::min(f + r, part.count - 1), 0);
+        part.matrix.announce(part.first + f + ROWS, part.first + std::min(f + 2 * ROWS, part.count), 0, part.depth);
         Floats sums[ROWS][TOKENS] = {};
         for (int64_t d = 0; d < whole; d += LANES) {
             Floats row[TOKENS];
@@ -197,6 +206,7 @@ K31_INLINE void add_lines(const Part& part, int64_t d, const float* activations,
         lines[i] = part.matrix.at(d + i, part.first);
         for (int64_t t = 0; t < TOKENS; t++) factor[t][i] = activations[t * part.depth + d + i];
     }
+    part.matrix.announce(d + AHEAD, std::min(d + AHEAD + DEPTHS, part.depth), part.first, part.count);
     int64_t c = 0;
     for (; c + LANES <= part.count; c += LANES) {
         Floats sums[TOKENS];
