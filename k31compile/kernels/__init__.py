@@ -8,8 +8,10 @@ if not __name__.startswith("k31compile."):
     raise ImportError(f"import k31compile.kernels instead of {__name__}")
 
 from k31compile.kernels.gated_delta import gated_delta_chunk_reference, gated_delta_recurrent_reference
+from k31compile.kernels.grouped_experts import grouped_experts_reference
 from k31compile.kernels.kda import kda_chunk_reference, kda_recurrent_reference
 from k31compile.kernels.lightning_indexer import lightning_indexer_reference
+from k31compile.kernels.moe_gating_top_k import moe_gating_top_k_reference
 from k31compile.kernels.registry import OPERATORS, Operator, Provider, provider_for
 from k31compile.kernels.sparse_flash_attention import sparse_flash_attention_reference
 
@@ -19,9 +21,11 @@ __all__ = [
     "Provider",
     "gated_delta_chunk_reference",
     "gated_delta_recurrent_reference",
+    "grouped_experts_reference",
     "kda_chunk_reference",
     "kda_recurrent_reference",
     "lightning_indexer_reference",
+    "moe_gating_top_k_reference",
     "provider_for",
     "sparse_flash_attention_reference",
 ]

@@ -39,7 +39,7 @@ def check_indexer(
     if query.dim() != 4:
         raise OperatorError(f"query must be [B, T, H, D], not {list(query.shape)}")
     batch, _, _, width = query.shape
-    check_floats(query, ("query", query), ("key", key), ("weights", weights))
+    check_floats(("query", query), ("key", key), ("weights", weights))
     paging.check_cache("key", key, batch, block_table, layout_key, "layout_key")
     if key.shape[2] != 1:
         raise OperatorError(f"key must have one head, not {key.shape[2]}")
@@ -81,7 +81,7 @@ def check_attention(
     if query.dim() != 4:
         raise OperatorError(f"query must be [B, T, H, D], not {list(query.shape)}")
     batch, _, heads, width = query.shape
-    check_floats(query, ("query", query), ("key", key), ("value", value))
+    check_floats(("query", query), ("key", key), ("value", value))
     paging.check_cache("key", key, batch, block_table, layout_kv, "layout_kv")
     _check_companion("value", value, key, None)
     groups = key.shape[2]
@@ -93,7 +93,7 @@ def check_attention(
         raise OperatorError(f"key has {key.shape[3]} features, query {width}")
     _check_indices(sparse_indices, query)
     if query_rope is not None and key_rope is not None:
-        check_floats(query, ("query_rope", query_rope), ("key_rope", key_rope))
+        check_floats(("query", query), ("query_rope", query_rope), ("key_rope", key_rope))
         _check_companion("query_rope", query_rope, query, None)
         _check_companion("key_rope", key_rope, key, query_rope.shape[3])
     elif query_rope is not key_rope:
@@ -116,11 +116,10 @@ def _check_companion(name: str, tensor: torch.Tensor, other: torch.Tensor, width
         raise OperatorError(f"{name} must have shape {expected}, not {list(tensor.shape)}")
 
 
-def check_floats(query: torch.Tensor, *named: tuple[str, torch.Tensor]) -> None:
-    """Raise OperatorError unless each named tensor is floating point and on query's device."""
-    device = query.device
-    for name, tensor in named:
+def check_floats(first: tuple[str, torch.Tensor], *others: tuple[str, torch.Tensor]) -> None:
+    """Demand floating point numbers, all on the device of the first tensor."""
+    for name, tensor in (first, *others):
         if tensor.dtype not in _FLOATS:
             raise OperatorError(f"{name} must be floating point (16 bits and up), not {tensor.dtype}")
-        if tensor.device != device:
-            raise OperatorError(f"{name} is on {tensor.device}, query on {device}")
+        if tensor.device != first[1].device:
+            raise OperatorError(f"{name} is on {tensor.device}, {first[0]} on {first[1].device}")

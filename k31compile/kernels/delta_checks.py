@@ -46,7 +46,7 @@ def check_delta_rule(
     """Check the tensors of a delta-rule operator against each other, the sequences' limits included."""
     check_ranks(query, value, gate, state_layout)
     named = [("query", query), ("key", key), ("value", value), ("gate", gate), ("beta", beta)]
-    check_floats(query, *named)
+    check_floats(*named)
     rows = tuple(query.shape[:3])
     _check_shape("key", key, tuple(query.shape))
     _check_shape("value", value, (*rows, value.shape[3]))
@@ -57,7 +57,7 @@ def check_delta_rule(
     if cu_seqlens is not None:
         _check_limits(cu_seqlens, rows[0], rows[1])
     if initial_state is not None:
-        check_floats(query, ("initial_state", initial_state))
+        check_floats(("query", query), ("initial_state", initial_state))
         _check_shape("initial_state", initial_state, state_shape(query, value, cu_seqlens, state_layout))
 
 

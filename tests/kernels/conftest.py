@@ -9,7 +9,9 @@ import torch
 import k31compile.kernels as kernels
 from k31compile.kernels.cpu import loader
 from k31compile.kernels.cpu.delta_rule import chunk_provider, recurrent_provider
+from k31compile.kernels.cpu.grouped_experts import experts_provider
 from k31compile.kernels.cpu.lightning_indexer import indexer_provider
+from k31compile.kernels.cpu.moe_gating_top_k import gating_provider
 from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
 from k31compile.kernels.gated_delta import scalar_gated_provider
 
@@ -65,6 +67,15 @@ def gated_delta(request):
     form, _, name = request.param.partition("-")
     reference = getattr(kernels, f"gated_delta_{form}_reference")
     return _pick(name, reference, lambda variant: scalar_gated_provider(FORMS[form](variant)))
+
+
+def gating(request):
+    return _pick(request.param, kernels.moe_gating_top_k_reference, gating_provider)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def experts(request):
+    return _pick(request.param, kernels.grouped_experts_reference, experts_provider)
 
 
 @pytest.fixture

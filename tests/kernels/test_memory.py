@@ -34,8 +34,13 @@ def delta(rows):
     case = [torch.randn(1, rows, 4, 128) for _ in range(3)] + [-torch.rand(1, rows, 4, 128), torch.rand(1, rows, 4)]
     return lambda: torch.ops.k31.kda_chunk(*case)
 
+def experts(rows):
+    x, index, weights = torch.randn(rows, 64), torch.randint(0, 16, (rows, 8)), torch.rand(rows, 8)
+    gate, up, down = torch.randn(16, 256, 64), torch.randn(16, 256, 64), torch.randn(16, 64, 256)
+    return lambda: torch.ops.k31.grouped_experts(x, index, weights, [gate], [up], [down])
+
 torch.set_num_threads(2)
-make, rows = {"indexer": indexer, "attention": attention, "delta": delta}[sys.argv[1]], int(sys.argv[2])
+make, rows = {"indexer": indexer, "attention": attention, "delta": delta, "experts": experts}[sys.argv[1]], int(sys.argv[2])
 make(8)()
 call = make(rows)
 Path("/proc/self/clear_refs").write_text("5")
@@ -62,6 +67,7 @@ def extra_bytes(operator, rows, **variables):
         ("indexer", 2048, 2048 * 2048 * 16 * 4),
         ("attention", 128, 128 * 512 * 576 * 4),
         ("delta", 8192, 8192 * 4 * 16 * 128 * 4),
+        ("experts", 12288, 12288 * 8 * 256 * 4),
     ],
 )
 def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
@@ -77,6 +83,7 @@ def test_kernels_need_scratch_per_thread_only(operator, rows, plain):
         ("indexer", 2048, 2048 * 2048 * 16 * 4),
         ("attention", 512, 512 * 512 * 576 * 4),
         ("delta", 4096, 4096 * 4 * 16 * 128 * 4),
+        ("experts", 12288, 12288 * 8 * 256 * 4),
     ],
 )
 def test_references_work_in_blocks(operator, rows, plain):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,11 +74,52 @@ class DeltaCall(ctypes.Structure):
     ]
 
 
+class GatingCall(ctypes.Structure):
+    """Arguments of k31_moe_gating; `bias` is float32 [experts] or null."""
+
+    _fields_ = [
+        ("x", Operand),
+        *_integers("bias rows experts count groups kept_groups two_best renorm sigmoid"),
+        *((name, ctypes.c_double) for name in ("group_fill", "factor", "eps")),
+        *_integers("threads weights chosen"),
+    ]
+
+
+class Matrices(ctypes.Structure):
+    """A projection of every expert; `data` is the packed tensor, or null where `table` points at each matrix."""
+
+    _fields_ = _integers("data table stride_expert stride_output stride_input dtype")
+
+
+class ExpertsCall(ctypes.Structure):
+    """Arguments of k31_grouped_experts."""
+
+    _fields_ = [
+        ("x", Operand),
+        ("weights", Operand),
+        *_integers("indices index_bytes index_stride_row index_stride_slot"),
+        *((name, Matrices) for name in ("gate", "up", "down")),
+        *_integers("rows slots experts width inner result_width situ"),
+        *((name, ctypes.c_double) for name in ("beta", "linear_beta")),
+        *_integers("threads result"),
+    ]
+
+
 FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "k31_lightning_indexer": IndexerCall,
     "k31_sparse_attention": AttentionCall,
     "k31_delta_rule": DeltaCall,
+    "k31_moe_gating": GatingCall,
+    "k31_grouped_experts": ExpertsCall,
 }
+
+
+def unreadable(**tensors: torch.Tensor | None) -> str | None:
+    """Why the kernels do not read one of these tensors, by name; None when they read them all."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"{name} is {tensor.dtype}; the kernel reads float32 and bfloat16"
+    return None
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,6 +133,12 @@ def operand(tensor: torch.Tensor | None) -> Operand:
         return Operand()
     stride = tensor.stride()
     return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], stride[0], stride[1], stride[2])
+
+
+def plane(tensor: torch.Tensor) -> Operand:
+    """Describe a tensor [row, number] of any strides; a readable one has its numbers side by side."""
+    rows, numbers = tensor.stride()
+    return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], rows, numbers)
 
 
 def integers(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -117,3 +165,21 @@ def lengths(
         *rows,
         limit,
     )
+
+
+def is_transposed(matrix: torch.Tensor) -> bool:
+    """Whether a matrix, or a packed tensor of them, has its columns side by side in memory and not its rows."""
+    return matrix.stride(-1) != 1
+
+
+def pointers(matrices: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Where each matrix of a list lies, int64; None for a packed tensor, which says so by its strides."""
+    return None if matrices[0].dim() == 3 else torch.tensor([matrix.data_ptr() for matrix in matrices])
+
+
+def matrices(experts: Sequence[torch.Tensor], table: torch.Tensor | None) -> Matrices:
+    """Describe a projection whose matrices share strides and dtype; `table` is what `pointers` gave for it."""
+    first = experts[0]
+    *outer, output, column = first.stride()
+    where = (first.data_ptr(), 0, outer[0]) if table is None else (0, table.data_ptr(), 0)
+    return Matrices(*where, output, column, DTYPES[first.dtype])

@@ -15,6 +15,12 @@ K31_INLINE uint32_t rank_of(float x) {
     return word & 0x80000000u ? ~word : word | 0x80000000u;
 }
 
+// The same of LANES floats, a -0 among them equal to +0.
+K31_INLINE Words ranks_of(Floats x) {
+    const Words word = bits<Words>(x + 0.0f), sign = bits<Words>(bits<Ints>(word) >> 31);
+    return (word ^ (sign | 0x80000000u)) | bits<Words>(x != x);
+}
+
 constexpr int DIGIT_BITS = 8;
 constexpr int DIGITS = 1 << DIGIT_BITS;
 constexpr int COUNTERS = 4;  // neighbours often fall into one bucket: separate tables keep the additions apart
@@ -72,6 +78,16 @@ inline void sort_by_score(const uint32_t* ranks, int64_t count, int32_t* positio
     std::sort(positions, positions + count, [ranks](int32_t a, int32_t b) {
         return ranks[a] != ranks[b] ? ranks[a] > ranks[b] : a < b;
     });
+}
+
+// Places of the k best of n in order, by insertion: for a k so small that few places ever enter.
+inline void insert_best(const uint32_t* ranks, int64_t n, int64_t k, int32_t* best) {
+    for (int64_t i = 0, count = 0; i < n && k > 0; i++) {
+        if (count == k && ranks[i] <= ranks[best[k - 1]]) continue;
+        int64_t j = count < k ? count++ : k - 1;
+        for (; j > 0 && ranks[best[j - 1]] < ranks[i]; j--) best[j] = best[j - 1];
+        best[j] = int32_t(i);
+    }
 }
 
 }  // namespace k31

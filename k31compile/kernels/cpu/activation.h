@@ -1,0 +1,27 @@
+// Activations of LANES numbers, within a few ulp of the exact ones; a NaN stays one.
+#pragma once
+#include "simd.h"
+
+namespace k31 {
+
+K31_INLINE Floats absolute(Floats x) { return bits<Floats>(bits<Words>(x) & 0x7fffffffu); }
+
+K31_INLINE Floats sigmoid(Floats x) {
+    const Floats shrunk = exp_negative(-absolute(x));
+    return (x < 0.0f ? shrunk : splat(1.0f)) / (shrunk + 1.0f);
+}
+
+K31_INLINE Floats tanh(Floats x) {
+    const Floats size = absolute(x), shrunk = exp_negative(size * -2.0f);
+    const Words sign = bits<Words>(x) & 0x80000000u;
+    const Floats large = bits<Floats>(bits<Words>((1.0f - shrunk) / (shrunk + 1.0f)) | sign);
+    // Near zero that difference would cancel: there an odd polynomial, fitted for the least relative error.
+    const Floats z = x * x;
+    Floats p = z * -5.704985e-3f + 2.0639084e-2f;
+    p = p * z - 5.3739715e-2f;
+    p = p * z + 1.3331442e-1f;
+    p = p * z - 3.3333281e-1f;
+    return size < 0.625f ? x + x * z * p : large;
+}
+
+}  // namespace k31
