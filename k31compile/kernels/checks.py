@@ -13,7 +13,7 @@ from k31compile.kernels.visibility import check_integers
 
 ORDINARY = 0
 ABSORBED = 2
-_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float64, torch.float16))
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float64, torch.float16))
 
 
 def check_indexer_words(layout_query: str, order: str, tail: str) -> None:
@@ -39,7 +39,7 @@ def check_indexer(
     if query.dim() != 4:
         raise OperatorError(f"query must be [B, T, H, D], not {list(query.shape)}")
     batch, _, _, width = query.shape
-    _check_floats(query, ("query", query), ("key", key), ("weights", weights))
+    check_floats(("query", query), ("key", key), ("weights", weights))
     paging.check_cache("key", key, batch, block_table, layout_key, "layout_key")
     if key.shape[2] != 1:
         raise OperatorError(f"key must have one head, not {key.shape[2]}")
@@ -81,7 +81,7 @@ def check_attention(
     if query.dim() != 4:
         raise OperatorError(f"query must be [B, T, H, D], not {list(query.shape)}")
     batch, _, heads, width = query.shape
-    _check_floats(query, ("query", query), ("key", key), ("value", value))
+    check_floats(("query", query), ("key", key), ("value", value))
     paging.check_cache("key", key, batch, block_table, layout_kv, "layout_kv")
     _check_companion("value", value, key, None)
     groups = key.shape[2]
@@ -93,7 +93,7 @@ def check_attention(
         raise OperatorError(f"key has {key.shape[3]} features, query {width}")
     _check_indices(sparse_indices, query)
     if query_rope is not None and key_rope is not None:
-        _check_floats(query, ("query_rope", query_rope), ("key_rope", key_rope))
+        check_floats(("query", query), ("query_rope", query_rope), ("key_rope", key_rope))
         _check_companion("query_rope", query_rope, query, None)
         _check_companion("key_rope", key_rope, key, query_rope.shape[3])
     elif query_rope is not key_rope:
@@ -116,10 +116,29 @@ def _check_companion(name: str, tensor: torch.Tensor, other: torch.Tensor, width
         raise OperatorError(f"{name} must have shape {expected}, not {list(tensor.shape)}")
 
 
-def _check_floats(query: torch.Tensor, *named: tuple[str, torch.Tensor]) -> None:
-    device = query.device
+def check_floats(*named: tuple[str, torch.Tensor]) -> None:
+    """Demand floating point of 16 bits and up, and for all the device of the first one."""
+    first, anchor = named[0]
     for name, tensor in named:
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise OperatorError(f"{name} must be floating point (16 bits and up), not {tensor.dtype}")
-        if tensor.device != device:
-            raise OperatorError(f"{name} is on {tensor.device}, query on {device}")
+        if tensor.device != anchor.device:
+            raise OperatorError(f"{name} is on {tensor.device}, {first} on {anchor.device}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
+    """Demand exactly these sizes."""
+    if tensor.shape != expected:
+        raise OperatorError(f"{name} must have shape {list(expected)}, not {list(tensor.shape)}")
+
+
+def check_word(name: str, word: str, allowed: tuple[str, ...]) -> None:
+    """Demand one of the allowed words."""
+    if word not in allowed:
+        raise OperatorError(f"{name} must be {' or '.join(map(repr, allowed))}, not {word!r}")
+
+
+def accumulation_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    """Dtype of sums, norms and softmax: float64 when a tensor has it, else float32 (K3.1 spec 2.19)."""
+    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32

@@ -65,7 +65,6 @@ def indexer_provider(variant: str = "fast") -> Provider:
 
 
 def _declines(query: torch.Tensor, key: torch.Tensor, *_args: object, **_kwargs: object) -> str | None:
-    for name, tensor in (("query", query), ("key", key)):
-        if tensor.dtype not in calls.DTYPES:
-            return f"{name} is {tensor.dtype}; the kernel reads float32 and bfloat16"
-    return "a query without heads has nothing to score" if query.shape[2:3] == (0,) else None
+    if query.shape[2:3] == (0,):
+        return "a query without heads has nothing to score"
+    return calls.unread(query=query, key=key)

@@ -89,8 +89,4 @@ def _declines(
     key_rope: torch.Tensor | None = None,
     **_kwargs: object,
 ) -> str | None:
-    named = {"query": query, "key": key, "value": value, "query_rope": query_rope, "key_rope": key_rope}
-    for name, tensor in named.items():
-        if tensor is not None and tensor.dtype not in calls.DTYPES:
-            return f"{name} is {tensor.dtype}; the kernel reads float32 and bfloat16"
-    return None
+    return calls.unread(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
