@@ -27,24 +27,29 @@ struct ConvCall {
     int64_t state_dtype;
 };
 
-constexpr int64_t CHANNELS = 256;       // of one task
-constexpr int64_t TILE_TOKENS = 16;     // outputs that one tile serves
+constexpr int64_t TILE = 4096;            // numbers, beside the W - 1 rows before them
+constexpr int64_t CHANNELS = 256;         // of one task, where they lie side by side
+constexpr int64_t CHANNELS_STRIDED = 64;  // where they do not: fewer, so that more tokens of each are read at once
 constexpr int64_t TOKENS_PER_TASK = 256;  // packing a task's weights must be little beside using them
 constexpr int64_t COMMON_TAPS = 4;
 
 // What one thread works with, for the channels [first, first + count).
 struct ConvTile {
     const ConvCall& call;
-    float *weight, *bias, *inputs;  // [W][CHANNELS], [CHANNELS], [W - 1 + TILE_TOKENS][CHANNELS]
+    const int64_t channels;         // of a whole chunk
+    float *weight, *bias, *inputs;  // [W][channels], [channels], [W - 1 + TILE / channels][channels]
     int64_t first = 0, count = 0;
 
     ConvTile(Carver& from, const ConvCall& c)
-        : call(c), weight(from.take<float>(c.taps * CHANNELS)), bias(from.take<float>(CHANNELS)),
-          inputs(from.take<float>((c.taps - 1 + TILE_TOKENS) * CHANNELS)) {}
+        : call(c), channels(c.x.stride_head == 1 ? CHANNELS : CHANNELS_STRIDED),
+          weight(from.take<float>(c.taps * channels)), bias(from.take<float>(channels)),
+          inputs(from.take<float>((c.taps - 1) * channels + TILE)) {}
+
+    int64_t chunks() const { return (call.channels + channels - 1) / channels; }
 
     void choose(int64_t chunk) {
-        first = chunk * CHANNELS;
-        count = std::min(CHANNELS, call.channels - first);
+        first = chunk * channels;
+        count = std::min(channels, call.channels - first);
     }
 
     void pack() {
@@ -52,24 +57,42 @@ struct ConvTile {
         for (int64_t c = 0; c < count; c++) {
             const char* taps = w.data + (first + c) * w.stride_row * size_of(w.dtype);
             for (int64_t i = 0; i < call.taps; i++)
-                weight[i * CHANNELS + c] = element_of(taps, w.dtype, i * w.stride_head);
+                weight[i * channels + c] = element_of(taps, w.dtype, i * w.stride_head);
             bias[c] = b.data ? element_of(b.data, b.dtype, (first + c) * b.stride_head) : 0.0f;
         }
     }
 
-    // Row `j` of the window, the state's rows first, as floats.
-    void gather(int64_t request, int64_t j, float* to) const {
-        const int64_t kept = call.taps - 1;
-        const Operand& from = j < kept ? call.state : call.x;
-        if (!from.data) {
-            std::fill(to, to + count, 0.0f);
-            return;
-        }
-        const int64_t row = j < kept ? j : j - kept;
+    // Rows [j, j + rows) of the window, the state's rows first, as floats.
+    void gather(int64_t request, int64_t j, int64_t rows) const {
+        const int64_t kept = call.taps - 1, old = std::clamp<int64_t>(kept - j, 0, rows);
+        gather_from(call.state, request, j, old, inputs);
+        gather_from(call.x, request, j + old - kept, rows - old, inputs + old * channels);
+    }
+
+    void gather_from(const Operand& from, int64_t request, int64_t row, int64_t rows, float* to) const {
         const int64_t place = request * from.stride_outer + row * from.stride_row + first * from.stride_head;
         const char* start = from.data + place * size_of(from.dtype);
-        if (from.stride_head == 1) copy_row(FloatDot{}, start, from.dtype, count, reinterpret_cast<char*>(to));
-        else for (int64_t c = 0; c < count; c++) to[c] = element_of(start, from.dtype, c * from.stride_head);
+        if (!from.data || from.stride_head == 1) {
+            for (int64_t r = 0; r < rows; r++, to += channels) {
+                const char* source = start + r * from.stride_row * size_of(from.dtype);
+                if (from.data) copy_row(FloatDot{}, source, from.dtype, count, reinterpret_cast<char*>(to));
+                else std::fill(to, to + count, 0.0f);
+            }
+        } else if (from.dtype == FLOAT32) {
+            transpose<float>(start, from, rows, to);
+        } else {
+            transpose<uint16_t>(start, from, rows, to);
+        }
+    }
+
+    // Channel by channel, since time is what lies side by side.
+    template <class T> void transpose(const char* start, const Operand& from, int64_t rows, float* to) const {
+        for (int64_t c = 0; c < count; c++, start += from.stride_head * int64_t(sizeof(T)))
+            for (int64_t r = 0; r < rows; r++) {
+                const T number = read<T>(start + r * from.stride_row * int64_t(sizeof(T)));
+                if constexpr (sizeof(T) == 4) to[r * channels + c] = number;
+                else to[r * channels + c] = widen(number);
+            }
     }
 
     // Outputs of `rows` consecutive tokens whose inputs lie `stride` numbers apart, the first of them at `from`.
@@ -82,7 +105,7 @@ struct ConvTile {
                 Floats sum = numbers_at(from, dtype, c, count) * load<Floats>(weight + c);
 #pragma GCC unroll 4
                 for (int64_t i = 1; i < taps; i++)
-                    sum += numbers_at(from + i * bytes, dtype, c, count) * load<Floats>(weight + i * CHANNELS + c);
+                    sum += numbers_at(from + i * bytes, dtype, c, count) * load<Floats>(weight + i * channels + c);
                 sum = activated(call.activation, sum + load<Floats>(bias + c));
                 put_numbers(call.result + place, call.x.dtype, c, count, sum);
             }
@@ -92,10 +115,10 @@ struct ConvTile {
     template <int TAPS> void run(int64_t request, int64_t from, int64_t to) const {
         const Operand& x = call.x;
         const int64_t kept = call.taps - 1, direct = x.stride_head == 1 ? std::clamp(kept, from, to) : to;
-        for (int64_t t = from; t < direct; t += TILE_TOKENS) {
-            const int64_t rows = std::min(TILE_TOKENS, direct - t);
-            for (int64_t j = 0; j < rows + kept; j++) gather(request, t + j, inputs + j * CHANNELS);
-            convolve<TAPS>(reinterpret_cast<const char*>(inputs), FLOAT32, CHANNELS, request, t, rows);
+        for (int64_t t = from; t < direct; t += TILE / channels) {
+            const int64_t rows = std::min(TILE / channels, direct - t);
+            gather(request, t, rows + kept);
+            convolve<TAPS>(reinterpret_cast<const char*>(inputs), FLOAT32, channels, request, t, rows);
         }
         const int64_t place = request * x.stride_outer + (direct - kept) * x.stride_row + first;
         if (direct < to)
@@ -107,7 +130,7 @@ struct ConvTile {
         const int64_t kept = call.taps - 1;
         const int64_t valid = call.lengths ? std::clamp<int64_t>(call.lengths[request], 0, call.tokens) : call.tokens;
         for (int64_t j = 0; j < kept; j++) {
-            gather(request, valid + j, inputs);
+            gather(request, valid + j, 1);
             char* to = call.new_state + ((request * kept + j) * call.channels + first) * size_of(call.state_dtype);
             for (int64_t c = 0; c < count; c += LANES)
                 put_numbers(to, call.state_dtype, c, count, load<Floats>(inputs + c));
@@ -117,12 +140,12 @@ struct ConvTile {
 
 // A task is a chunk of channels and a run of tokens, which may cross from one request to the next.
 int64_t run_tasks(const ConvCall& call, char* base, int64_t stride, int64_t threads) {
-    const int64_t chunks = (call.channels + CHANNELS - 1) / CHANNELS, all = call.batch * call.tokens;
-    const int64_t runs = (all + TOKENS_PER_TASK - 1) / TOKENS_PER_TASK;
+    const int64_t all = call.batch * call.tokens, runs = (all + TOKENS_PER_TASK - 1) / TOKENS_PER_TASK;
 #pragma omp parallel num_threads(threads)
     {
         Carver carver(base + omp_get_thread_num() * stride);
         ConvTile tile(carver, call);
+        const int64_t chunks = tile.chunks();
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t task = 0; task < chunks * runs; task++) {
             tile.choose(task % chunks);
