@@ -92,7 +92,7 @@ class Update:
         """Check rank and result dtype."""
         if self.partial.dim() != 2:
             raise OperatorError(f"partial must be [M, D], not {list(self.partial.shape)}")
-        if self.mixed_dtype not in FLOATS:
+        if self.dtype not in (None, *FLOATS):
             raise OperatorError(f"dtype must be floating point (16 bits and up), not {self.dtype}")
 
     def check(self) -> None:

@@ -44,6 +44,8 @@ def gated_rms_norm_reference(call: GatedRMSNorm) -> torch.Tensor:
         "between"  the weighted norm is rounded and the gate is rounded, then they are multiplied.
                    Sigmoid: an RMSNorm module times sigmoid(gate.float()).to(dtype), as Ascend's recipes write K3.
 
+    Where FLA and Mamba write 1 / sqrt for rsqrt, torch itself may differ in the last bit of a float32.
+
     Returns [..., D] in `dtype`. Raises OperatorError on anything outside this contract.
     """
     wide, stored = accumulation_dtype(call.x, call.gate, call.weight), call.x.dtype

@@ -40,7 +40,7 @@ class GatedRMSNorm:
         check_word("weight_cast", self.weight_cast, ("before", "after", "between"))
         if self.weight_cast == "between" and not self.norm_before_gate:
             raise OperatorError("weight_cast='between' rounds between norm and gate: it needs norm_before_gate=True")
-        if self.result_dtype not in FLOATS:
+        if self.dtype not in (None, *FLOATS):
             raise OperatorError(f"dtype must be floating point (16 bits and up), not {self.dtype}")
         if self.x.dim() < 1:
             raise OperatorError("x must be [..., D], not a single number")

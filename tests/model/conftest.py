@@ -1,10 +1,6 @@
 """Shared configurations and runners of the model's tests."""
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,19 +15,6 @@ def _few_threads_and_no_grad():
     with torch.no_grad():
         yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def transformers_model(monkeypatch) -> Callable[[str], ModuleType]:
-    """transformers_model("kimi_linear"): that model's module, or the test is skipped.
-
-    transformers asks for a package `kernels`, and the root of this repository holds a link of that name, which
-    `python -m pytest` puts in the way.
-    """
-    root = Path(__file__).parents[2]
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != root])
-    pytest.importorskip("transformers")
-    return lambda name: importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
 @pytest.fixture
