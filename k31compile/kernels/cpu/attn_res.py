@@ -54,8 +54,8 @@ def update_provider(variant: str = "fast") -> Provider:
         arguments = calls.AttnResUpdateCall(
             calls.row_operand(partial),
             calls.row_operand(delta),
-            calls.row_operand(maximum[:, None]),
-            calls.row_operand(total[:, None]),
+            calls.number_operand(maximum),
+            calls.number_operand(total),
             calls.row_operand(mixture),
             calls.row_operand(query),
             calls.row_operand(norm_weight),

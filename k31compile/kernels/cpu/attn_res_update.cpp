@@ -46,6 +46,11 @@ struct TokenRow {
         return from.data ? from.data + token * from.stride_head * size_of(from.dtype) : nullptr;
     }
 
+    K31_INLINE Floats delta_at(int64_t i) const {
+        const Floats d = numbers_at(delta, call.delta.dtype, i, call.width);
+        return call.delta.dtype == call.partial.dtype ? d : rounded(d, call.partial.dtype);
+    }
+
     // Store the new running sum, in the dtype in which it is kept, and return its logit.
     float add() const {
         const int64_t dtype = call.partial.dtype;
@@ -56,7 +61,7 @@ struct TokenRow {
             for (int k = 0; k < ABREAST; k++) {
                 const int64_t at = i + k * LANES;
                 Floats p = numbers_at(partial, dtype, at, call.width);
-                if (delta) p = rounded(p + rounded(numbers_at(delta, call.delta.dtype, at, call.width), dtype), dtype);
+                if (delta) p = rounded(p + delta_at(at), dtype);
                 put_numbers(sum, dtype, at, call.width, p);
                 dots[k] += p * numbers_at(call.query.data, FLOAT32, at, call.width);
                 squares.add(p);
@@ -65,7 +70,7 @@ struct TokenRow {
         return dot * inverse_rms(squares.total(), call.width, float(call.eps));
     }
 
-    // Store the mixture with the running sum of the given logit, and return the sum of its squares.
+    // Store the mixture with the running sum of the given logit, and return the sum of its squares if a norm needs it.
     double mix(float logit) const {
         const float top = maximum > logit ? maximum : logit;
         const float before = std::exp(maximum - top), own = std::exp(logit - top);
@@ -76,7 +81,7 @@ struct TokenRow {
                        numbers_at(sum, call.partial.dtype, i, call.width) * b;
             h = rounded(h, call.mixed_dtype);
             put_numbers(mixed, call.mixed_dtype, i, call.width, h);
-            squares.add(h);
+            if (call.norm_weight.data) squares.add(h);
         }
         return squares.total();
     }

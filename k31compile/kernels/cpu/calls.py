@@ -136,6 +136,11 @@ def row_operand(tensor: torch.Tensor | None) -> Operand:
     return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], *(0, 0, 0, *tensor.stride()[:-1])[-3:])
 
 
+def number_operand(tensor: torch.Tensor) -> Operand:
+    """Describe a [head] tensor of any stride."""
+    return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], 0, 0, tensor.stride(0))
+
+
 def unread(**tensors: torch.Tensor | None) -> str | None:
     """Why the kernels do not read one of these tensors, by its name; None when they read them all."""
     for name, tensor in tensors.items():

@@ -13,14 +13,15 @@ K31_INLINE int64_t threads_for(double work, int64_t threads) {
     return work < WORTH_A_THREAD_OF_ROWS ? 1 : std::max<int64_t>(threads, 1);
 }
 
-// Round to bfloat16, ties to even; a NaN stays one.
-K31_INLINE Halves narrow(Floats x) {
-    const Words word = bits<Words>(x), nan = word >> 16 | 0x40;
-    return __builtin_convertvector(x == x ? narrow_finite(x) : nan, Halves);
-}
+// Round to bfloat16, ties to even, left in the low halves; a NaN stays one.
+K31_INLINE Words narrow_words(Floats x) { return x == x ? narrow_finite(x) : bits<Words>(x) >> 16 | 0x40; }
+
+K31_INLINE Halves narrow(Floats x) { return __builtin_convertvector(narrow_words(x), Halves); }
 
 // The value that a number has once it is stored in a dtype.
-K31_INLINE Floats rounded(Floats x, int64_t dtype) { return dtype == FLOAT32 ? x : widen(narrow(x)); }
+K31_INLINE Floats rounded(Floats x, int64_t dtype) {
+    return dtype == FLOAT32 ? x : bits<Floats>(narrow_words(x) << 16);
+}
 
 K31_INLINE Floats numbers_at(const char* row, int64_t dtype, int64_t i, int64_t width) {
     const int64_t left = width - i;

@@ -33,6 +33,48 @@ constexpr int64_t CHANNELS_STRIDED = 64;  // where they do not: fewer, so that m
 constexpr int64_t TOKENS_PER_TASK = 256;  // packing a task's weights must be little beside using them
 constexpr int64_t COMMON_TAPS = 4;
 
+typedef float Four __attribute__((vector_size(16)));
+typedef uint32_t FourWords __attribute__((vector_size(16)));
+typedef uint16_t FourHalves __attribute__((vector_size(8)));
+
+template <class T> K31_INLINE float number_at(const char* from) {
+    if constexpr (sizeof(T) == 4) return read<T>(from);
+    else return widen(read<T>(from));
+}
+
+template <class T> K31_INLINE Four four_at(const char* from) {
+    if constexpr (sizeof(T) == 4) return load<Four>(from);
+    else return bits<Four>(__builtin_convertvector(load<FourHalves>(from), FourWords) << 16);
+}
+
+// Four rows of four become four columns, `stride` numbers apart.
+K31_INLINE void put_transposed(const Four (&rows)[4], float* to, int64_t stride) {
+    const FourWords low{0, 4, 1, 5}, high{2, 6, 3, 7}, first{0, 1, 4, 5}, second{2, 3, 6, 7};
+    const Four a = __builtin_shuffle(rows[0], rows[1], low), b = __builtin_shuffle(rows[2], rows[3], low);
+    const Four c = __builtin_shuffle(rows[0], rows[1], high), d = __builtin_shuffle(rows[2], rows[3], high);
+    store(to, __builtin_shuffle(a, b, first));
+    store(to + stride, __builtin_shuffle(a, b, second));
+    store(to + 2 * stride, __builtin_shuffle(c, d, first));
+    store(to + 3 * stride, __builtin_shuffle(c, d, second));
+}
+
+// to[r][c] = from[c * channel + r * row] for `count` channels and `rows` rows of `stride` numbers.
+template <class T>
+void transpose(const char* from, int64_t channel, int64_t row, int64_t count, int64_t rows, float* to, int64_t stride) {
+    constexpr int64_t SIZE = sizeof(T);
+    const int64_t whole_rows = row == 1 ? rows / 4 * 4 : 0, whole = whole_rows ? count / 4 * 4 : 0;
+    for (int64_t c = 0; c < whole; c += 4)
+        for (int64_t r = 0; r < whole_rows; r += 4) {
+            Four block[4];
+#pragma GCC unroll 4
+            for (int64_t k = 0; k < 4; k++) block[k] = four_at<T>(from + ((c + k) * channel + r) * SIZE);
+            put_transposed(block, to + r * stride + c, stride);
+        }
+    for (int64_t c = 0; c < count; c++)
+        for (int64_t r = c < whole ? whole_rows : 0; r < rows; r++)
+            to[r * stride + c] = number_at<T>(from + (c * channel + r * row) * SIZE);
+}
+
 // What one thread works with, for the channels [first, first + count).
 struct ConvTile {
     const ConvCall& call;
@@ -54,12 +96,9 @@ struct ConvTile {
 
     void pack() {
         const Operand &w = call.weight, &b = call.bias;
-        for (int64_t c = 0; c < count; c++) {
-            const char* taps = w.data + (first + c) * w.stride_row * size_of(w.dtype);
-            for (int64_t i = 0; i < call.taps; i++)
-                weight[i * channels + c] = element_of(taps, w.dtype, i * w.stride_head);
-            bias[c] = b.data ? element_of(b.data, b.dtype, (first + c) * b.stride_head) : 0.0f;
-        }
+        gather_strided(w, first * w.stride_row, w.stride_row, w.stride_head, call.taps, weight);
+        if (b.data) gather_strided(b, first * b.stride_head, b.stride_head, 0, 1, bias);
+        else std::fill(bias, bias + count, 0.0f);
     }
 
     // Rows [j, j + rows) of the window, the state's rows first, as floats.
@@ -78,21 +117,15 @@ struct ConvTile {
                 if (from.data) copy_row(FloatDot{}, source, from.dtype, count, reinterpret_cast<char*>(to));
                 else std::fill(to, to + count, 0.0f);
             }
-        } else if (from.dtype == FLOAT32) {
-            transpose<float>(start, from, rows, to);
         } else {
-            transpose<uint16_t>(start, from, rows, to);
+            gather_strided(from, place, from.stride_head, from.stride_row, rows, to);
         }
     }
 
-    // Channel by channel, since time is what lies side by side.
-    template <class T> void transpose(const char* start, const Operand& from, int64_t rows, float* to) const {
-        for (int64_t c = 0; c < count; c++, start += from.stride_head * int64_t(sizeof(T)))
-            for (int64_t r = 0; r < rows; r++) {
-                const T number = read<T>(start + r * from.stride_row * int64_t(sizeof(T)));
-                if constexpr (sizeof(T) == 4) to[r * channels + c] = number;
-                else to[r * channels + c] = widen(number);
-            }
+    void gather_strided(const Operand& from, int64_t place, int64_t channel, int64_t row, int64_t rows,
+                        float* to) const {
+        const auto gathered = from.dtype == FLOAT32 ? transpose<float> : transpose<uint16_t>;
+        gathered(from.data + place * size_of(from.dtype), channel, row, count, rows, to, channels);
     }
 
     // Outputs of `rows` consecutive tokens whose inputs lie `stride` numbers apart, the first of them at `from`.
