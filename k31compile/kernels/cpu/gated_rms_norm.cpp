@@ -31,7 +31,8 @@ inline const char* row_of(const Operand& from, int64_t outer, int64_t row, int64
     return from.data + offset * size_of(from.dtype);
 }
 
-struct GatedRow {
+// A variant is known when it is compiled: choosing among them anew for each vector would cost as much as the gate.
+template <int64_t ACTIVATION, bool GATE_FIRST, int64_t WEIGHT_CAST> struct GatedRow {
     const NormCall& call;
     const char *x, *gate, *weight;
     char* result;
@@ -45,13 +46,13 @@ struct GatedRow {
     }
 
     K31_INLINE Floats gate_at(int64_t i) const {
-        return activated(call.activation, numbers_at(gate, call.gate.dtype, i, call.width));
+        return activated(ACTIVATION, numbers_at(gate, call.gate.dtype, i, call.width));
     }
 
     // What is normalised: x, or the gated x.
     K31_INLINE Floats value_at(int64_t i) const {
         const Floats value = numbers_at(x, call.x.dtype, i, call.width);
-        return call.gate_first ? value * gate_at(i) : value;
+        return GATE_FIRST ? value * gate_at(i) : value;
     }
 
     float inverse() const {
@@ -63,10 +64,10 @@ struct GatedRow {
     // Products only: no addition that a compiler could fuse, so the roundings are those of the definition.
     K31_INLINE Floats finish(Floats normed, int64_t i) const {
         const Floats scale = numbers_at(weight, call.weight.dtype, i, call.width);
-        const Floats gate = call.gate_first ? splat(1.0f) : gate_at(i);
+        const Floats gate = GATE_FIRST ? splat(1.0f) : gate_at(i);
         const int64_t dtype = call.x.dtype;
-        if (call.weight_cast == BEFORE) return normed * scale * gate;
-        if (call.weight_cast == BETWEEN) return rounded(rounded(normed * scale, dtype) * rounded(gate, dtype), dtype);
+        if (WEIGHT_CAST == BEFORE) return normed * scale * gate;
+        if (WEIGHT_CAST == BETWEEN) return rounded(rounded(normed * scale, dtype) * rounded(gate, dtype), dtype);
         const int64_t promoted = call.weight.dtype == BFLOAT16 ? dtype : int64_t(FLOAT32);
         return rounded(rounded(normed, dtype) * scale, promoted) * gate;
     }
@@ -78,6 +79,20 @@ struct GatedRow {
     }
 };
 
+template <int64_t ACTIVATION, bool GATE_FIRST, int64_t WEIGHT_CAST>
+void over_rows(const NormCall& call, int64_t rows, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t number = 0; number < rows; number++)
+        GatedRow<ACTIVATION, GATE_FIRST, WEIGHT_CAST>(call, number).run();
+}
+
+template <int64_t ACTIVATION> auto choose(const NormCall& call) {
+    if (call.weight_cast == BETWEEN) return over_rows<ACTIVATION, false, BETWEEN>;
+    if (call.weight_cast == AFTER)
+        return call.gate_first ? over_rows<ACTIVATION, true, AFTER> : over_rows<ACTIVATION, false, AFTER>;
+    return call.gate_first ? over_rows<ACTIVATION, true, BEFORE> : over_rows<ACTIVATION, false, BEFORE>;
+}
+
 }  // namespace k31
 
 K31_EXPORT int64_t k31_gated_rms_norm_size() { return sizeof(k31::NormCall); }
@@ -86,7 +101,7 @@ K31_EXPORT int64_t k31_gated_rms_norm(k31::NormCall* call) {
     constexpr double OPERATIONS = 16;  // of a number, most of them in the gate
     const int64_t rows = call->outer * call->rows * call->heads;
     const int64_t threads = k31::threads_for(OPERATIONS * double(rows) * double(call->width), call->threads);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t number = 0; number < rows; number++) k31::GatedRow(*call, number).run();
+    const bool silu = call->activation == k31::SILU;
+    (silu ? k31::choose<k31::SILU>(*call) : k31::choose<k31::SIGMOID>(*call))(*call, rows, threads);
     return k31::OK;
 }

@@ -129,16 +129,16 @@ struct ConvTile {
     }
 
     // Outputs of `rows` consecutive tokens whose inputs lie `stride` numbers apart, the first of them at `from`.
-    template <int TAPS>
-    void convolve(const char* from, int64_t dtype, int64_t stride, int64_t request, int64_t token, int64_t rows) const {
-        const int64_t taps = TAPS ? TAPS : call.taps, bytes = stride * size_of(dtype);
+    template <int TAPS, int64_t DTYPE>
+    void convolve(const char* from, int64_t stride, int64_t request, int64_t token, int64_t rows) const {
+        const int64_t taps = TAPS ? TAPS : call.taps, bytes = stride * size_of(DTYPE);
         for (int64_t t = 0; t < rows; t++, from += bytes) {
             const int64_t place = ((request * call.tokens + token + t) * call.channels + first) * size_of(call.x.dtype);
             for (int64_t c = 0; c < count; c += LANES) {
-                Floats sum = numbers_at(from, dtype, c, count) * load<Floats>(weight + c);
+                Floats sum = numbers_at(from, DTYPE, c, count) * load<Floats>(weight + c);
 #pragma GCC unroll 4
                 for (int64_t i = 1; i < taps; i++)
-                    sum += numbers_at(from + i * bytes, dtype, c, count) * load<Floats>(weight + i * channels + c);
+                    sum += numbers_at(from + i * bytes, DTYPE, c, count) * load<Floats>(weight + i * channels + c);
                 sum = activated(call.activation, sum + load<Floats>(bias + c));
                 put_numbers(call.result + place, call.x.dtype, c, count, sum);
             }
@@ -151,11 +151,13 @@ struct ConvTile {
         for (int64_t t = from; t < direct; t += TILE / channels) {
             const int64_t rows = std::min(TILE / channels, direct - t);
             gather(request, t, rows + kept);
-            convolve<TAPS>(reinterpret_cast<const char*>(inputs), FLOAT32, channels, request, t, rows);
+            convolve<TAPS, FLOAT32>(reinterpret_cast<const char*>(inputs), channels, request, t, rows);
         }
+        if (direct == to) return;
         const int64_t place = request * x.stride_outer + (direct - kept) * x.stride_row + first;
-        if (direct < to)
-            convolve<TAPS>(x.data + place * size_of(x.dtype), x.dtype, x.stride_row, request, direct, to - direct);
+        const char* start = x.data + place * size_of(x.dtype);
+        if (x.dtype == FLOAT32) convolve<TAPS, FLOAT32>(start, x.stride_row, request, direct, to - direct);
+        else convolve<TAPS, BFLOAT16>(start, x.stride_row, request, direct, to - direct);
     }
 
     // The W - 1 inputs up to the last valid token.
