@@ -13,7 +13,7 @@ from k31compile.kernels.visibility import check_integers
 
 ORDINARY = 0
 ABSORBED = 2
-_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float64, torch.float16))
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float64, torch.float16))
 
 
 def check_indexer_words(layout_query: str, order: str, tail: str) -> None:
@@ -116,10 +116,29 @@ def _check_companion(name: str, tensor: torch.Tensor, other: torch.Tensor, width
         raise OperatorError(f"{name} must have shape {expected}, not {list(tensor.shape)}")
 
 
-def check_floats(first: tuple[str, torch.Tensor], *others: tuple[str, torch.Tensor]) -> None:
-    """Demand floating point numbers, all on the device of the first tensor."""
-    for name, tensor in (first, *others):
-        if tensor.dtype not in _FLOATS:
+def check_floats(*named: tuple[str, torch.Tensor]) -> None:
+    """Demand floating point of 16 bits and up, and for all the device of the first one."""
+    first, anchor = named[0]
+    for name, tensor in named:
+        if tensor.dtype not in FLOATS:
             raise OperatorError(f"{name} must be floating point (16 bits and up), not {tensor.dtype}")
-        if tensor.device != first[1].device:
-            raise OperatorError(f"{name} is on {tensor.device}, {first[0]} on {first[1].device}")
+        if tensor.device != anchor.device:
+            raise OperatorError(f"{name} is on {tensor.device}, {first} on {anchor.device}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
+    """Demand exactly these sizes."""
+    if tensor.shape != expected:
+        raise OperatorError(f"{name} must have shape {list(expected)}, not {list(tensor.shape)}")
+
+
+def check_word(name: str, word: str, allowed: tuple[str, ...]) -> None:
+    """Demand one of the allowed words."""
+    if word not in allowed:
+        raise OperatorError(f"{name} must be {' or '.join(map(repr, allowed))}, not {word!r}")
+
+
+def accumulation_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    """Dtype of sums, norms and softmax: float64 when a tensor has it, else float32 (K3.1 spec 2.19)."""
+    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32

@@ -5,17 +5,11 @@ from __future__ import annotations
 import torch
 
 from k31compile.errors import OperatorError
-from k31compile.kernels.checks import check_floats
+from k31compile.kernels.checks import check_floats, check_shape
 from k31compile.kernels.visibility import check_integers
 
 KEY_FIRST = "KV"
 VALUE_FIRST = "VK"
-
-
-def accumulation_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    """The dtype of sums, states and results: float64 when any tensor is float64, else float32."""
-    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
 
 
 def check_ranks(query: torch.Tensor, value: torch.Tensor, gate: torch.Tensor, state_layout: str) -> None:
@@ -48,17 +42,17 @@ def check_delta_rule(
     named = [("query", query), ("key", key), ("value", value), ("gate", gate), ("beta", beta)]
     check_floats(*named)
     rows = tuple(query.shape[:3])
-    _check_shape("key", key, tuple(query.shape))
-    _check_shape("value", value, (*rows, value.shape[3]))
+    check_shape("key", key, tuple(query.shape))
+    check_shape("value", value, (*rows, value.shape[3]))
     if tuple(gate.shape[:3]) != rows:  # its last size may be ours, repeated from one number a head
         raise OperatorError(f"gate must begin with [B, T, H] = {list(rows)}, not {list(gate.shape[:3])}")
-    _check_shape("gate", gate, tuple(query.shape))
-    _check_shape("beta", beta, rows)
+    check_shape("gate", gate, tuple(query.shape))
+    check_shape("beta", beta, rows)
     if cu_seqlens is not None:
         _check_limits(cu_seqlens, rows[0], rows[1])
     if initial_state is not None:
         check_floats(("query", query), ("initial_state", initial_state))
-        _check_shape("initial_state", initial_state, state_shape(query, value, cu_seqlens, state_layout))
+        check_shape("initial_state", initial_state, state_shape(query, value, cu_seqlens, state_layout))
 
 
 def state_shape(
@@ -69,11 +63,6 @@ def state_shape(
     width, depth = query.shape[3], value.shape[3]
     inner = (width, depth) if state_layout == KEY_FIRST else (depth, width)
     return (sequences, query.shape[2], *inner)
-
-
-def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != expected:
-        raise OperatorError(f"{name} must have shape {list(expected)}, not {list(tensor.shape)}")
 
 
 def _check_limits(cu_seqlens: torch.Tensor, batch: int, tokens: int) -> None:

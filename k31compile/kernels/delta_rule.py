@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import torch
 
-from k31compile.kernels.delta_checks import VALUE_FIRST, accumulation_dtype, check_delta_rule, state_shape
+from k31compile.kernels.checks import accumulation_dtype
+from k31compile.kernels.delta_checks import VALUE_FIRST, check_delta_rule, state_shape
 
 _CHUNK = 16
 _BLOCK_ELEMENTS = 1 << 22

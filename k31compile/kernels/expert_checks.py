@@ -153,9 +153,3 @@ def check_rank(name: str, tensor: torch.Tensor, shape: str) -> None:
     """Demand two dimensions."""
     if tensor.dim() != 2:
         raise OperatorError(f"{name} must be {shape}, not {list(tensor.shape)}")
-
-
-def accumulation_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    """float64 when any tensor is float64, else float32."""
-    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32

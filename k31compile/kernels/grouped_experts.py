@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from k31compile.kernels.checks import accumulation_dtype
 from k31compile.kernels.cpu.grouped_experts import experts_provider
 from k31compile.kernels.expert_checks import (
     SWIGLU,
     ExpertActivation,
-    accumulation_dtype,
     check_experts,
     check_rank,
     count_experts,

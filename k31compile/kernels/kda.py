@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from k31compile.kernels.checks import accumulation_dtype
 from k31compile.kernels.cpu.delta_rule import chunk_provider, recurrent_provider
-from k31compile.kernels.delta_checks import accumulation_dtype, check_ranks, state_shape
+from k31compile.kernels.delta_checks import check_ranks, state_shape
 from k31compile.kernels.delta_rule import by_chunk, by_token, run_form
 from k31compile.kernels.library import register_operator
 

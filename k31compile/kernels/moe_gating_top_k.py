@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from k31compile.kernels.checks import accumulation_dtype
 from k31compile.kernels.cpu.moe_gating_top_k import gating_provider
-from k31compile.kernels.expert_checks import GROUP_TWO_BEST, SIGMOID, Gating, accumulation_dtype, check_rank
+from k31compile.kernels.expert_checks import GROUP_TWO_BEST, SIGMOID, Gating, check_rank
 from k31compile.kernels.library import register_operator
 
 SCHEMA = (

@@ -8,10 +8,13 @@ import torch
 
 import k31compile.kernels as kernels
 from k31compile.kernels.cpu import loader
+from k31compile.kernels.cpu.attn_res import prepare_provider, update_provider
 from k31compile.kernels.cpu.delta_rule import chunk_provider, recurrent_provider
+from k31compile.kernels.cpu.gated_rms_norm import gated_rms_norm_provider
 from k31compile.kernels.cpu.grouped_experts import experts_provider
 from k31compile.kernels.cpu.lightning_indexer import indexer_provider
 from k31compile.kernels.cpu.moe_gating_top_k import gating_provider
+from k31compile.kernels.cpu.short_conv import short_conv_provider
 from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
 from k31compile.kernels.gated_delta import scalar_gated_provider
 
@@ -76,6 +79,22 @@ def gating(request):
 @pytest.fixture(params=IMPLEMENTATIONS)
 def experts(request):
     return _pick(request.param, kernels.grouped_experts_reference, experts_provider)
+
+
+def short_conv(request):
+    return _pick(request.param, kernels.short_conv_reference, short_conv_provider)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def gated_rms_norm(request):
+    return _pick(request.param, kernels.gated_rms_norm_reference, gated_rms_norm_provider)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def attn_res(request):
+    """Both phases, as (prepare, update)."""
+    prepare = _pick(request.param, kernels.attn_res_prepare_reference, prepare_provider)
+    return prepare, _pick(request.param, kernels.attn_res_update_reference, update_provider)
 
 
 @pytest.fixture

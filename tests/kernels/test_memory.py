@@ -39,8 +39,24 @@ def experts(rows):
     gate, up, down = torch.randn(16, 256, 64), torch.randn(16, 256, 64), torch.randn(16, 64, 256)
     return lambda: torch.ops.k31.grouped_experts(x, index, weights, [gate], [up], [down])
 
+def conv(rows):
+    x, weight = torch.randn(1, 512, rows).transpose(1, 2), torch.randn(512, 4)
+    return lambda: torch.ops.k31.short_conv(x, weight)
+
+def norm(rows):
+    x, weight = torch.randn(rows, 512), torch.ones(512)
+    return lambda: torch.ops.k31.gated_rms_norm(x, x, weight, eps=1e-5)
+
+def prepare(rows):
+    bank, queries = torch.randn(8, rows, 1024).transpose(0, 1), torch.randn(5, 1024)
+    return lambda: torch.ops.k31.attn_res_prepare(bank, queries, eps=1e-5)
+
+def update(rows):
+    x, ones = torch.randn(rows, 1024), torch.ones(rows)
+    return lambda: torch.ops.k31.attn_res_update(x, x, ones, ones, x, x[0], eps=1e-5, norm_weight=x[1])
+
 torch.set_num_threads(2)
-make, rows = {"indexer": indexer, "attention": attention, "delta": delta, "experts": experts}[sys.argv[1]], int(sys.argv[2])
+make, rows = globals()[sys.argv[1]], int(sys.argv[2])
 make(8)()
 call = make(rows)
 Path("/proc/self/clear_refs").write_text("5")
@@ -48,6 +64,7 @@ before = kilobytes("VmRSS")
 result = call()
 results = result if isinstance(result, tuple) else (result,)
 print((kilobytes("VmHWM") - before) * 1024 - sum(x.nbytes for x in results))
+print((kilobytes("VmHWM") - before) * 1024 - sum(tensor.nbytes for tensor in results))
 """
 
 
@@ -68,6 +85,10 @@ def extra_bytes(operator, rows, **variables):
         ("attention", 128, 128 * 512 * 576 * 4),
         ("delta", 8192, 8192 * 4 * 16 * 128 * 4),
         ("experts", 12288, 12288 * 8 * 256 * 4),
+        ("conv", 65536, 65536 * 512 * 4),
+        ("norm", 65536, 65536 * 512 * 4),
+        ("prepare", 4096, 4096 * 8 * 1024 * 4),
+        ("update", 32768, 32768 * 1024 * 4),
     ],
 )
 def test_kernels_need_scratch_per_thread_only(operator, rows, plain):

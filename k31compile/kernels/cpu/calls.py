@@ -12,6 +12,7 @@ from k31compile.kernels.visibility import CAUSAL
 
 OK, BAD_BLOCK, BAD_INDEX, NO_MEMORY = range(4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = {"none": 0, "sigmoid": 1, "silu": 2}
 
 
 def _integers(names: str) -> list[tuple[str, Any]]:
@@ -105,21 +106,60 @@ class ExpertsCall(ctypes.Structure):
     ]
 
 
+class ShortConvCall(ctypes.Structure):
+    """Arguments of k31_short_conv."""
+
+    _fields_ = [
+        *((name, Operand) for name in ("x", "weight", "bias", "state")),
+        *_integers("lengths batch tokens channels taps activation threads result new_state state_dtype"),
+    ]
+
+
+class GatedRmsNormCall(ctypes.Structure):
+    """Arguments of k31_gated_rms_norm."""
+
+    _fields_ = [
+        *((name, Operand) for name in ("x", "gate", "weight")),
+        *_integers("outer rows heads width activation gate_first weight_cast"),
+        ("eps", ctypes.c_double),
+        *_integers("threads result result_dtype"),
+    ]
+
+
+class AttnResPrepareCall(ctypes.Structure):
+    """Arguments of k31_attn_res_prepare."""
+
+    _fields_ = [
+        *((name, Operand) for name in ("bank", "queries")),
+        *_integers("valid tokens blocks queries_count width"),
+        ("eps", ctypes.c_double),
+        *_integers("threads maximum total mixture"),
+    ]
+
+
+class AttnResUpdateCall(ctypes.Structure):
+    """Arguments of k31_attn_res_update."""
+
+    _fields_ = [
+        *((name, Operand) for name in ("partial", "delta", "maximum", "total", "mixture", "query", "norm_weight")),
+        *_integers("tokens width"),
+        ("eps", ctypes.c_double),
+        ("norm_eps", ctypes.c_double),
+        *_integers("threads sum mixed mixed_dtype"),
+    ]
+
+
 FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "k31_lightning_indexer": IndexerCall,
     "k31_sparse_attention": AttentionCall,
     "k31_delta_rule": DeltaCall,
     "k31_moe_gating": GatingCall,
     "k31_grouped_experts": ExpertsCall,
+    "k31_short_conv": ShortConvCall,
+    "k31_gated_rms_norm": GatedRmsNormCall,
+    "k31_attn_res_prepare": AttnResPrepareCall,
+    "k31_attn_res_update": AttnResUpdateCall,
 }
-
-
-def unreadable(**tensors: torch.Tensor | None) -> str | None:
-    """Why the kernels do not read one of these tensors, by name; None when they read them all."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype not in DTYPES:
-            return f"{name} is {tensor.dtype}; the kernel reads float32 and bfloat16"
-    return None
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,6 +179,26 @@ def plane(tensor: torch.Tensor) -> Operand:
     """Describe a tensor [row, number] of any strides; a readable one has its numbers side by side."""
     rows, numbers = tensor.stride()
     return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], rows, numbers)
+
+
+def row_operand(tensor: torch.Tensor | None) -> Operand:
+    """Describe a readable [..., number] tensor of up to four dimensions; the leading ones it lacks have stride 0."""
+    if tensor is None:
+        return Operand()
+    return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], *(0, 0, 0, *tensor.stride()[:-1])[-3:])
+
+
+def number_operand(tensor: torch.Tensor) -> Operand:
+    """Describe a [head] tensor of any stride."""
+    return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], 0, 0, tensor.stride(0))
+
+
+def unread(**tensors: torch.Tensor | None) -> str | None:
+    """Why the kernels do not read one of these tensors, by its name; None when they read them all."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"{name} is {tensor.dtype}; the kernel reads float32 and bfloat16"
+    return None
 
 
 def integers(tensor: torch.Tensor | None) -> torch.Tensor | None:

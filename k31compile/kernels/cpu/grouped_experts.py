@@ -82,8 +82,8 @@ def _declines(
     *projections: Sequence[torch.Tensor],
     **_kwargs: object,
 ) -> str | None:
-    why = calls.unreadable(x=x, weights=weights)
+    why = calls.unread(x=x, weights=weights)
     for name, matrices in zip(PROJECTIONS, projections, strict=False):
         for matrix in matrices:
-            why = why or calls.unreadable(**{name: matrix})
+            why = why or calls.unread(**{name: matrix})
     return why

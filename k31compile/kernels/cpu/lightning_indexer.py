@@ -65,5 +65,6 @@ def indexer_provider(variant: str = "fast") -> Provider:
 
 
 def _declines(query: torch.Tensor, key: torch.Tensor, *_args: object, **_kwargs: object) -> str | None:
-    no_heads = "a query without heads has nothing to score" if query.shape[2:3] == (0,) else None
-    return calls.unreadable(query=query, key=key) or no_heads
+    if query.shape[2:3] == (0,):
+        return "a query without heads has nothing to score"
+    return calls.unread(query=query, key=key)

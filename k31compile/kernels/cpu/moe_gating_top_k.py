@@ -47,4 +47,4 @@ def gating_provider(variant: str = "fast") -> Provider:
 
 
 def _declines(x: torch.Tensor, *_args: object, bias: torch.Tensor | None = None, **_kwargs: object) -> str | None:
-    return calls.unreadable(x=x) or (None if bias is None else calls.unreadable(bias=bias))
+    return calls.unread(x=x) or (None if bias is None else calls.unread(bias=bias))

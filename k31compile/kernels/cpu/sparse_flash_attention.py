@@ -89,4 +89,4 @@ def _declines(
     key_rope: torch.Tensor | None = None,
     **_kwargs: object,
 ) -> str | None:
-    return calls.unreadable(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)
+    return calls.unread(query=query, key=key, value=value, query_rope=query_rope, key_rope=key_rope)

@@ -1,0 +1,124 @@
+"""Arguments of the two ``k31::attn_res`` operators: names, defaults, checks, and the tensors of their results."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from k31compile.errors import OperatorError
+from k31compile.kernels.checks import FLOATS, accumulation_dtype, check_floats, check_shape
+from k31compile.kernels.visibility import INTEGERS
+
+
+@dataclass(slots=True, eq=False)
+class Prepare:
+    """All queries of a block of layers against its frozen sums (K3.1 spec 2.2, first phase).
+
+    Args:
+        bank: [M, N, D], N >= 0 frozen block sums of M tokens, any strides.
+        queries: [Q, D], w_q * g of each sub-layer. Any mix of float dtypes.
+        eps: added to the mean of the squares of a block sum.
+        valid: bool [N], which blocks count, or one integer, how many leading ones do; all without one.
+    """
+
+    bank: torch.Tensor
+    queries: torch.Tensor
+    _: KW_ONLY
+    eps: float
+    valid: torch.Tensor | None = None
+
+    def check_words(self) -> None:
+        """Check ranks."""
+        if self.bank.dim() != 3:
+            raise OperatorError(f"bank must be [M, N, D], not {list(self.bank.shape)}")
+        if self.queries.dim() != 2:
+            raise OperatorError(f"queries must be [Q, D], not {list(self.queries.shape)}")
+
+    def check(self) -> None:
+        """Check dtypes, devices and sizes."""
+        check_floats(("bank", self.bank), ("queries", self.queries))
+        check_shape("queries", self.queries, (self.queries.shape[0], self.bank.shape[2]))
+        valid = self.valid
+        if valid is None:
+            return
+        if valid.dtype == torch.bool:
+            check_shape("valid", valid, (self.bank.shape[1],))
+        elif valid.dtype not in INTEGERS or valid.numel() != 1:
+            shape = list(valid.shape)
+            raise OperatorError(f"valid must be bool [N] or one integer, not {valid.dtype} {shape}")
+
+    def mask(self) -> torch.Tensor | None:
+        """Which blocks count: bool [N], or None when all do."""
+        valid = self.valid
+        if valid is None or valid.dtype == torch.bool:
+            return valid
+        return torch.arange(self.bank.shape[1], device=valid.device) < valid.reshape(())
+
+    def new_results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Maximum [M, Q], total [M, Q] and mixture [M, Q, D] in the accumulation dtype."""
+        dtype = accumulation_dtype(self.bank, self.queries)
+        pairs = (self.bank.shape[0], self.queries.shape[0])
+        maximum, total = (self.bank.new_empty(pairs, dtype=dtype) for _ in range(2))
+        return maximum, total, self.bank.new_empty((*pairs, self.bank.shape[2]), dtype=dtype)
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One sub-layer's step: the running sum joins the prepared mixture (K3.1 spec 2.2, second phase).
+
+    Args:
+        partial: [M, D], the running block sum; delta: [M, D], what the last sub-layer adds to it, or None.
+        maximum, total: [M]; mixture: [M, D]: one query's slices of what attn_res_prepare gave.
+        query: [D], that query.
+        eps: added to the mean of the squares of the running sum.
+        norm_weight: [D], of an RMS norm with `norm_eps` that follows; none without one.
+        dtype: of the mixed rows; that of partial without one.
+    """
+
+    partial: torch.Tensor
+    delta: torch.Tensor | None
+    maximum: torch.Tensor
+    total: torch.Tensor
+    mixture: torch.Tensor
+    query: torch.Tensor
+    _: KW_ONLY
+    eps: float
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-5
+    dtype: torch.dtype | None = None
+
+    def check_words(self) -> None:
+        """Check rank and result dtype."""
+        if self.partial.dim() != 2:
+            raise OperatorError(f"partial must be [M, D], not {list(self.partial.shape)}")
+        if self.dtype not in (None, *FLOATS):
+            raise OperatorError(f"dtype must be floating point (16 bits and up), not {self.dtype}")
+
+    def check(self) -> None:
+        """Check dtypes, devices and sizes."""
+        tokens, width = self.partial.shape
+        expected = {
+            "partial": (tokens, width),
+            "delta": (tokens, width),
+            "maximum": (tokens,),
+            "total": (tokens,),
+            "mixture": (tokens, width),
+            "query": (width,),
+            "norm_weight": (width,),
+        }
+        for name, shape in expected.items():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                check_floats(("partial", self.partial), (name, tensor))
+                check_shape(name, tensor, shape)
+
+    @property
+    def mixed_dtype(self) -> torch.dtype:
+        """Dtype of the mixed rows."""
+        return self.partial.dtype if self.dtype is None else self.dtype
+
+    def new_results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new running sum and the mixed rows, both [M, D]."""
+        shape = self.partial.shape
+        return self.partial.new_empty(shape), self.partial.new_empty(shape, dtype=self.mixed_dtype)
