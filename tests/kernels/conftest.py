@@ -72,6 +72,7 @@ def gated_delta(request):
     return _pick(name, reference, lambda variant: scalar_gated_provider(FORMS[form](variant)))
 
 
+@pytest.fixture(params=IMPLEMENTATIONS)
 def gating(request):
     return _pick(request.param, kernels.moe_gating_top_k_reference, gating_provider)
 
@@ -81,6 +82,7 @@ def experts(request):
     return _pick(request.param, kernels.grouped_experts_reference, experts_provider)
 
 
+@pytest.fixture(params=IMPLEMENTATIONS)
 def short_conv(request):
     return _pick(request.param, kernels.short_conv_reference, short_conv_provider)
 

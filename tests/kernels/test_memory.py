@@ -64,7 +64,6 @@ before = kilobytes("VmRSS")
 result = call()
 results = result if isinstance(result, tuple) else (result,)
 print((kilobytes("VmHWM") - before) * 1024 - sum(x.nbytes for x in results))
-print((kilobytes("VmHWM") - before) * 1024 - sum(tensor.nbytes for tensor in results))
 """
 
 

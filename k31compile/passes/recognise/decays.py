@@ -9,6 +9,7 @@ from torch import fx
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, is_tensor, numel_of, shape_of
 from k31compile.graph.views import is_view
+from k31compile.passes.recognise.contractions import is_contraction
 
 _EXPONENTIALS = {ATEN.exp.default, ATEN.exp2.default, ATEN.pow.Scalar}
 _CUMULATIVE = {ATEN.cumsum.default}
@@ -139,7 +140,7 @@ def state_products(flow: Dataflow, decays: Decays) -> list[fx.Node]:
             continue
         for decay, state in (factors, factors[::-1]):
             is_decayed = _unmoved(decay) in decays.exponentials and _is_spread(decay, state, node)
-            if is_decayed and sums_with(flow, node):
+            if is_decayed and (sums_with(flow, node) or _is_decayed_last(flow, state, node)):
                 found.append(node)
                 break
     return found
@@ -156,6 +157,13 @@ def sums_with(flow: Dataflow, product: fx.Node) -> list[fx.Node]:
             elif is_view(user):
                 todo.append(user)
     return found
+
+
+def _is_decayed_last(flow: Dataflow, state: fx.Node, product: fx.Node) -> bool:
+    """Whether a sum is decayed for the tokens that follow, and read by a product or kept."""
+    readers = {user for node in (product, *(u for u in flow.users[product] if is_view(u))) for user in flow.users[node]}
+    is_read = any(is_contraction(user) or user.op == "output" or user.target in _PASSING_STATES for user in readers)
+    return _unmoved(state).target in _SUMS and is_read
 
 
 def _unmoved(node: fx.Node) -> fx.Node:

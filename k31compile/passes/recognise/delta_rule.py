@@ -57,7 +57,8 @@ class DeltaRuleRecogniser(Recogniser):
         if products and serves_all_channels(products[-1]) != self.is_scalar:
             return
         states, passing = final_states(flow, decays, products[-1]) if products else ([], set())
-        final = [state for state in states if products and state in sums_with(flow, products[-1])]
+        last = [products[-1], *sums_with(flow, products[-1])] if products else []
+        final = [state for state in states if state in last][-1:]
         before = flow.ancestors([*products, *final])
         exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
         for out in _last_of_each_value(exits)[:_MOST_EXITS]:
@@ -166,7 +167,8 @@ def _may_be_leaf(flow: Dataflow, out: fx.Node, state: fx.Node | None, node: fx.N
     if not is_float(node) or _is_pairwise(flow, node):
         return False
     sizes = _wide(node)
-    if state is not None and sizes == _wide(state):
+    matrix = _wide(state) if state is not None else []
+    if matrix and sizes == matrix:
         return True
     for width in {*_wide(out), 1}:
         tokens = list(_wide(out))
@@ -179,6 +181,8 @@ def _may_be_leaf(flow: Dataflow, out: fx.Node, state: fx.Node | None, node: fx.N
             else:
                 break
         else:
-            if len(rest) <= 1:
+            # A width is a side of the state, where there is one to compare with.
+            fits = not matrix or {width, *rest} <= {*matrix, 1}
+            if len(rest) <= 1 and fits:
                 return True
     return False
