@@ -61,6 +61,11 @@ class DeltaRuleRecogniser(Recogniser):
         final = [state for state in states if state in last][-1:]
         before = flow.ancestors([*products, *final])
         exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
+        if not exits and products:
+            raise Mismatch(
+                "what leaves the recurrence is not one output and the state after the last token: "
+                "states or outputs between two tokens are kept or read"
+            )
         for out in _last_of_each_value(exits)[:_MOST_EXITS]:
             outputs = (out, *final)
             core = flow.between(decays.starts, outputs) | set(outputs)
@@ -110,7 +115,7 @@ class DeltaRuleRecogniser(Recogniser):
 
     def hint(self, reason: str) -> str:
         """What to change."""
-        if "also read" in reason:
+        if "also read" in reason or "between two tokens" in reason:
             return "read the state after the last token only"
         return "the recognised rule is S = exp(g) S; u = beta (v - S^T k); S = S + k u^T; o = S^T q"
 
