@@ -126,15 +126,22 @@ def _decays_of(flow: Dataflow, anchor: fx.Node) -> Decays:
 
 
 def _last_of_each_value(exits: Sequence[fx.Node]) -> list[fx.Node]:
-    """The exits without those that are only turned about or cast by the next."""
-    following = [*exits[1:], None][: len(exits)]
-    return [
-        node
-        for node, after in zip(exits, following, strict=True)
-        if after is None
-        or not (_only_moves(after) or after.target is ATEN.stack.default)
-        or _wide(after) != _wide(node)
-    ]
+    """The exits without those that are only turned about or cast by the next; what a slice shortens comes after it."""
+    kept: list[fx.Node] = []
+    shortened: fx.Node | None = None
+    for node, after in zip(exits, [*exits[1:], None][: len(exits)], strict=True):
+        moves = after is not None and (_only_moves(after) or after.target is ATEN.stack.default)
+        if after is not None and moves and _wide(after) == _wide(node):
+            continue
+        if after is not None and after.target is ATEN.slice.Tensor:
+            # Padding was cut off, most likely: the operator then need not see it.
+            shortened = node
+            continue
+        kept.append(node)
+        if shortened is not None:
+            kept.append(shortened)
+            shortened = None
+    return kept
 
 
 def _as_first_written(leaf: fx.Node) -> fx.Node:

@@ -1,0 +1,84 @@
+"""transformers' kimi_linear, unmodified: its KDA layers fused in prefill and decode, logits as eager's."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import k31compile
+
+transformers = pytest.importorskip("transformers", reason="extra hf is not installed")
+
+OPS = {"codegen": "ops"}
+
+
+def tiny(dtype: torch.dtype = torch.float32) -> Any:
+    """A KDA layer and an MLA layer, no two sizes alike."""
+    config = transformers.KimiLinearConfig(
+        vocab_size=199,
+        hidden_size=64,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_head_dim=20,
+        linear_num_heads=5,
+        kv_lora_rank=36,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        mlp_layer_types=["dense", "dense"],
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return transformers.KimiLinearForCausalLM(config).eval().to(dtype)
+
+
+def prompt(length: int) -> torch.Tensor:
+    return torch.randint(3, 199, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_prefill_is_one_chunked_kda_a_layer(fused: Any) -> None:
+    model, ids = tiny(), prompt(22)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        got = torch.compile(model, backend="k31", options=OPS)(ids, use_cache=False).logits
+    assert fused() == [{"kda_chunk": 1}]
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    report = k31compile.last_report()
+    assert report.nodes_after < report.nodes_before / 4
+    assert not report.refused
+
+
+def test_prompt_and_steps_with_a_cache(fused: Any) -> None:
+    model, ids = tiny(), prompt(26)
+
+    def run(forward: Any) -> torch.Tensor:
+        past = transformers.StaticCache(config=model.config, max_cache_len=32)
+        logits = [forward(ids[:, :22], past_key_values=past, use_cache=True).logits]
+        step = lambda i: forward(ids[:, i : i + 1], past_key_values=past, use_cache=True).logits  # noqa: E731
+        logits += [step(i) for i in range(22, 26)]
+        return torch.cat(logits, 1)
+
+    with torch.no_grad():
+        expected = run(model)
+        got = run(torch.compile(model, backend="k31", options=OPS))
+    assert fused() == [{"kda_chunk": 1}, {"kda_recurrent": 1}]
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_bf16_is_no_further_from_float32_than_eager_bf16(fused: Any) -> None:
+    ids = prompt(22)
+    with torch.no_grad():
+        exact = tiny()(ids, use_cache=False).logits
+        model = tiny(torch.bfloat16)
+        theirs = model(ids, use_cache=False).logits
+        ours = torch.compile(model, backend="k31", options=OPS)(ids, use_cache=False).logits
+    assert fused() == [{"kda_chunk": 1}]
+    assert (ours - exact).abs().mean() <= 1.25 * (theirs - exact).abs().mean()
