@@ -5,7 +5,7 @@
 Every row alternates the two, and takes the median of the CPU time of the calling thread (of wall time when more than
 one thread runs), because the machine may be shared. `ratio` is other / k31, `spread` the distance between the
 quartiles of the alternations' ratios over their median, `roof` the share of this run's matrix multiplication in the
-same dtype, `peak_extra_bytes` what one call of ours needs beyond its inputs (null where the system does not say).
+same dtype, `peak_extra_bytes` what one call of ours needs beyond inputs and results (null where the system does not say).
 Baselines: "eager" computes as the author would, in the tensors' dtype; "eager-float32" upcasts first, which is what
 helps most where the machine has no bfloat16 arithmetic; prefill is trimmed causally in chunks of 128 rows.
 """
@@ -22,8 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.utils import _pytree as pytree
 
 import k31compile.kernels as kernels
+from k31compile.model import K31Config
+from k31compile.model.delta_rule import kda_chunk, kda_recurrent
+from k31compile.model.moe import Experts
 
 HEADS, WIDTH, LATENT, ROPE = 64, 128, 512, 64
 CHUNK = 128
@@ -73,7 +77,7 @@ def alternate(ours: Callable[[], object], other: Callable[[], object]) -> tuple[
 
 
 def peak_extra_bytes(call: Callable[[], object]) -> int | None:
-    """Growth of the resident peak over one call, by the kernel's own books."""
+    """Growth of the resident peak over one call beyond its results, by the kernel's own books."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
     def kilobytes(field: str) -> int:
@@ -82,8 +86,9 @@ def peak_extra_bytes(call: Callable[[], object]) -> int | None:
     try:
         reset.write_text("5")
         before = kilobytes("VmRSS")
-        call()
-        return max(0, kilobytes("VmHWM") - before) * 1024
+        results = pytree.tree_leaves(call())
+        returned = sum(result.nbytes for result in results if isinstance(result, torch.Tensor))
+        return max(0, (kilobytes("VmHWM") - before) * 1024 - returned)
     except (OSError, StopIteration):
         return None
 
@@ -177,6 +182,52 @@ def attention(dtype: torch.dtype, rows: int, heads: int, positions: int, count: 
     return Case("sparse_flash_attention", label, dtype, flops, ours, baselines(dtype, plain))
 
 
+def delta_rule(dtype: torch.dtype, batch: int, rows: int, heads: int) -> Case:
+    """Against the recurrence for one row, and against the model's chunk form with factored decays for more."""
+    shape = (batch, rows, heads, WIDTH)
+    query, value = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    key = torch.nn.functional.normalize(torch.randn(shape), dim=-1).to(dtype)
+    gate, beta = -torch.rand(shape), torch.rand(shape[:3])
+    state = torch.randn(batch, heads, WIDTH, WIDTH)
+    name = "kda_recurrent" if rows == 1 else "kda_chunk"
+    operator = getattr(torch.ops.k31, name)
+
+    def plain(kind: torch.dtype) -> object:
+        if rows == 1:
+            return kda_recurrent(query, key, value, gate, beta, state)
+        return kda_chunk(query, key, value, gate, beta, state, anchored=True)
+
+    def ours() -> object:
+        return operator(query, key, value, gate, beta, state)
+
+    label = f"{name_of(dtype)} B={batch} T={rows} H={heads} K=V={WIDTH}"
+    return Case(name, label, dtype, 0.0, ours, {"eager": lambda: plain(dtype)})
+
+
+def experts(dtype: torch.dtype, rows: int) -> Case:
+    """32 experts, 4 a token, against gathering their weights (few tokens) and one product an expert (more)."""
+    count, chosen, width = 32, 4, 256
+    gate_up, down = torch.randn(count, 2 * width, width).to(dtype), torch.randn(count, width, width).to(dtype)
+    x, weights = torch.randn(rows, width).to(dtype), torch.rand(rows, chosen)
+    index = torch.stack([torch.randperm(count)[:chosen] for _ in range(rows)])
+    config = K31Config(
+        num_experts=count,
+        num_experts_per_token=chosen,
+        routed_expert_hidden_size=width,
+        moe_intermediate_size=width,
+        moe_form="gather" if rows == 1 else "grouped",
+    )
+    layer = Experts(config)
+    layer.gate_up_proj.data, layer.down_proj.data = gate_up, down
+    gate, up = gate_up.split(width, dim=1)
+
+    def ours() -> object:
+        return torch.ops.k31.grouped_experts(x, index, weights, [gate], [up], [down])
+
+    label = f"{name_of(dtype)} N={rows} E={count} k={chosen} L=I={width}"
+    return Case("grouped_experts", label, dtype, 0.0, ours, {"eager": lambda: layer(x, index, weights)})
+
+
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -196,6 +247,9 @@ def cases(quick: bool) -> list[Callable[[], Case]]:
     shapes = [(1, 16, 16384), (1, 64, 16384)]
     shapes += [] if quick else [(4, 16, 16384), (32, 16, 4096)]
     made += [lambda d=d, x=x: attention(d, *x, 2048) for d in both for x in shapes]
+    steps = [(1, 1, 96), (8, 1, 96)]
+    made += [lambda d=d, x=x: delta_rule(d, *x) for d in both for x in [*steps, (1, 512, 8)]]
+    made += [lambda d=d, n=n: experts(d, n) for d in both for n in (1, 16, 512)]
     return made
 
 
@@ -232,7 +286,8 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     roofs = {dtype: probe(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    rows = [row for make in cases(options.quick) for case in [make()] for row in measure(case, roofs[case.dtype])]
+    with torch.no_grad():
+        rows = [row for make in cases(options.quick) for case in [make()] for row in measure(case, roofs[case.dtype])]
     report = {
         "rows": [asdict(row) for row in rows],
         "machine": {"processor": platform.machine(), "provider": kernels.provider_for("lightning_indexer").provider},
