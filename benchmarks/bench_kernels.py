@@ -5,7 +5,7 @@
 Every row alternates the two, and takes the median of the CPU time of the calling thread (of wall time when more than
 one thread runs), because the machine may be shared. `ratio` is other / k31, `spread` the distance between the
 quartiles of the alternations' ratios over their median, `roof` the share of this run's matrix multiplication in the
-same dtype, `peak_extra_bytes` what one call of ours needs beyond inputs and results (null where the system does not say).
+same dtype, `peak_extra_bytes` what one call of ours needs beyond inputs and results (null where that is not told).
 Baselines: "eager" computes as the author would, in the tensors' dtype; "eager-float32" upcasts first, which is what
 helps most where the machine has no bfloat16 arithmetic; prefill is trimmed causally in chunks of 128 rows.
 """
