@@ -15,6 +15,7 @@ from k31compile.errors import NotBuiltYetError, OptionError
 FUSIONS = (
     "gated_delta_chunk",
     "gated_delta_recurrent",
+    "gated_rms_norm",
     "kda_chunk",
     "kda_recurrent",
     "lightning_indexer",
@@ -26,7 +27,6 @@ FUSIONS = (
 PLANNED_FUSIONS = (
     "attn_res_prepare",
     "attn_res_update",
-    "gated_rms_norm",
     "grouped_experts",
     "indexer_prolog",
     "lightning_indexer_quant",
