@@ -19,6 +19,7 @@ FUSIONS = (
     "kda_chunk",
     "kda_recurrent",
     "lightning_indexer",
+    "short_conv",
     "sparse_flash_attention",
     "static_top_k",
 )
@@ -34,7 +35,6 @@ PLANNED_FUSIONS = (
     "mla_prolog",
     "moe_gating_top_k",
     "mx_quant",
-    "short_conv",
     "sparse_flash_attention_quant",
     "tile_quant",
 )

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.region import Region, attribute_of
-from k31compile.graph.sizes import Substitution, substitute, value_of
+from k31compile.graph.sizes import Substitution, is_float, substitute, value_of
 
 Values = dict[fx.Node, Any]
 
@@ -25,6 +25,12 @@ def run_in_float64(region: Region, leaves: Mapping[fx.Node, torch.Tensor], subst
 def run_as_written(region: Region, leaves: Mapping[fx.Node, torch.Tensor], substitution: Substitution) -> list[Any]:
     """The values of the region's outputs in the author's own dtypes: the run shows where the author rounds."""
     return _run(region, leaves, substitution, _on_cpu)
+
+
+def coarsest_unit(region: Region) -> float:
+    """The largest unit in the last place of all floating types of a region, for a number near one."""
+    nodes = [node for node in (*region.leaves, *region.nodes) if is_float(node)]
+    return max(torch.finfo(value_of(node).dtype).eps for node in nodes)
 
 
 def _run(

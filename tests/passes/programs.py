@@ -30,7 +30,13 @@ OPERANDS = {
     # for a norm and its gate
     "opening": _normal(B, T, H, 7),
     "weight": _normal(7),
+    # for a convolution over time: inputs, those before them, taps
+    "inputs": _normal(B, T, 15),
+    "before": _normal(B, 3, 15),
+    "taps": _normal(15, 1, 4),
 }
+# For programs of the indexer and its attention alone.
+INDEXED = {name: OPERANDS[name] for name in "qkwci"}
 indexer = torch.ops.k31.lightning_indexer
 attention = torch.ops.k31.sparse_flash_attention
 
@@ -128,14 +134,22 @@ def gated_delta_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, sta
     return torch.ops.k31.gated_delta_chunk(query, key, value, gate[..., 0], beta, None, scale=1.0, state_layout="KV")[0]
 
 
-def gated_rms_norm_before(*operands):
-    *_, value, gate, beta, state, opening, weight = operands
+def gated_rms_norm_before(q, k, w, c, i, query, key, value, gate, beta, state, opening, weight, *_):
     return value * torch.rsqrt(value.square().mean(-1, keepdim=True) + 1e-5) * weight * torch.sigmoid(opening)
 
 
-def gated_rms_norm_expected(*operands):
-    *_, value, gate, beta, state, opening, weight = operands
+def gated_rms_norm_expected(q, k, w, c, i, query, key, value, gate, beta, state, opening, weight, *_):
     return torch.ops.k31.gated_rms_norm(value, opening, weight, eps=1e-5)
+
+
+def short_conv_before(q, k, w, c, i, query, key, value, gate, beta, state, opening, weight, inputs, before, taps, *_):
+    window = torch.cat([before, inputs], 1)
+    y = sum(window[:, i : i + T] * taps[:, 0, i] for i in range(4))
+    return torch.nn.functional.silu(y)
+
+
+def short_conv_expected(q, k, w, c, i, query, key, value, gate, beta, state, opening, weight, inputs, before, taps, *_):
+    return torch.ops.k31.short_conv(inputs, taps.permute(0, 2, 1).squeeze(-1), state=before)[0]
 
 
 PROGRAMS = {
@@ -146,5 +160,6 @@ PROGRAMS = {
     "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
     "fuse_sparse_flash_attention": (attention_before, attention_expected),
+    "fuse_short_conv": (short_conv_before, short_conv_expected),
     "static_top_k": (both_before, both_expected),
 }

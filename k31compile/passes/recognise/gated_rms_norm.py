@@ -64,13 +64,17 @@ class GatedRMSNormRecogniser(Recogniser):
         stop = set(region.leaves).__contains__
         normed = flow.ancestors([norm.rows], stop=stop)
         opening = flow.ancestors([gate.opener for gate in _gates(flow, anchor)], stop=stop)
-        for x, gate, weight in itertools.permutations(region.leaves):
-            if x not in normed or gate not in opening or weight in normed or not _fit(norm, x, gate, weight, region):
-                continue
-            for eps in _small_constants(region):
-                for activation in ("sigmoid", "silu"):
-                    operands = NormOperands(x, gate, weight, norm.width, eps, activation, gate not in normed)
-                    yield NormReading(region, operands)
+        found = [
+            NormOperands(x, gate, weight, norm.width, eps, activation, gate not in normed)
+            for x, gate, weight in itertools.permutations(region.leaves)
+            if x in normed and gate in opening and weight not in normed and _fit(norm, x, gate, weight, region)
+            for eps in _small_constants(region)
+            for activation in ("sigmoid", "silu")
+        ]
+        # The leaves' order by what is around the region: what is remembered of one region serves no other order.
+        context = repr([[region.leaves.index(leaf) for leaf in (o.x, o.gate, o.weight)] for o in found])
+        for operands in found:
+            yield NormReading(region, operands, f"{norm.width}:{found[0].norm_before_gate}:{context}")
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nothing: each value from the anchor to the end is read by the next alone."""
@@ -97,10 +101,8 @@ def _name(node: fx.Node) -> str:
 
 def _ends(flow: Dataflow, norm: Norm, openers: list[fx.Node]) -> list[fx.Node]:
     """Where the operator may end: the farthest product or cast first that has the rows' size and a gate above."""
-    ends = []
-    for node in norm.chain[1:]:
-        if not is_view(node) and numel_of(node) == numel_of(norm.rows) and is_float(node):
-            ends.append(node)
+    size = numel_of(norm.rows)
+    ends = [node for node in norm.chain if not is_view(node) and is_float(node) and numel_of(node) == size]
     while ends and not flow.ancestors([ends[0]], stop=set(openers).__contains__).intersection(openers):
         ends.pop(0)
     return ends[::-1][:_MOST_ENDS]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading
-from k31compile.graph.evaluate import run_as_written
+from k31compile.graph.evaluate import coarsest_unit, run_as_written
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, shape_of, shape_under, symbols_of, value_of
 from k31compile.passes.recognise.operands import Values, spread
@@ -42,15 +42,17 @@ class NormOperands:
     def weights(self, value: torch.Tensor) -> torch.Tensor:
         """[D] or [G, D]."""
         wide = [size for size in shape_of(self.weight) if size != 1]
-        return value.reshape(wide) if wide[-1] == self.width else value.reshape(-1, self.width)
+        shape = wide if wide[-1] == self.width else [wide[0] // self.width, self.width]
+        return value if len(shape) == value.dim() == len(wide) and shape == wide else value.reshape(shape)
 
 
 class NormReading(Reading):
     """Leaves read as x, gate and weight; what is learned is where the author rounds."""
 
-    def __init__(self, region: Region, operands: NormOperands) -> None:
-        """One assignment, not yet confirmed."""
+    def __init__(self, region: Region, operands: NormOperands, context: str) -> None:
+        """One assignment, not yet confirmed; `context` is what all assignments of the region were made for."""
         self.name, self.region, self.operands = "gated_rms_norm", region, operands
+        self.context = context
         self.learned: str | None = None
 
     def substitutions(self) -> list[Substitution]:
@@ -156,15 +158,14 @@ class NormReading(Reading):
             yield values, run_as_written(self.region, values, self._substitution)[0]
 
     def _share_of_equal(self, cast: str, values: Values, got: torch.Tensor) -> float:
-        """The share of equal numbers, or of equal ones but for float32's last bits; 0 where one is far off."""
+        """The share of equal numbers, float32's last bits aside; 0 where one is further off than two roundings."""
         mine = self._call(values, cast, got.dtype).reshape(got.shape).double()
         theirs = got.double()
-        size = torch.maximum(mine.abs(), theirs.abs())
-        unit = torch.finfo(got.dtype).eps
-        away = (mine - theirs).abs() / size.clamp_min(torch.finfo(got.dtype).tiny)
-        if not bool((away <= max(2 * unit, _FLOAT32_ERROR)).all()):
+        size = torch.maximum(mine.abs(), theirs.abs()).clamp_min(torch.finfo(torch.float32).tiny)
+        away = ((mine - theirs).abs() / size).nan_to_num(torch.inf)
+        if float(away.max()) > max(2 * coarsest_unit(self.region), _FLOAT32_ERROR):
             return 0.0
-        return float((away <= min(_FLOAT32_ERROR, unit)).double().mean()) if unit > _FLOAT32_ERROR else 1.0
+        return float((away <= _FLOAT32_ERROR).double().mean())
 
     def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The operator, its result in the author's shape and dtype."""
