@@ -15,9 +15,11 @@ from k31compile.errors import NotBuiltYetError, OptionError
 FUSIONS = (
     "gated_delta_chunk",
     "gated_delta_recurrent",
+    "gated_rms_norm",
     "kda_chunk",
     "kda_recurrent",
     "lightning_indexer",
+    "short_conv",
     "sparse_flash_attention",
     "static_top_k",
 )
@@ -26,7 +28,6 @@ FUSIONS = (
 PLANNED_FUSIONS = (
     "attn_res_prepare",
     "attn_res_update",
-    "gated_rms_norm",
     "grouped_experts",
     "indexer_prolog",
     "lightning_indexer_quant",
@@ -34,7 +35,6 @@ PLANNED_FUSIONS = (
     "mla_prolog",
     "moe_gating_top_k",
     "mx_quant",
-    "short_conv",
     "sparse_flash_attention_quant",
     "tile_quant",
 )

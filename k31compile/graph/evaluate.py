@@ -1,6 +1,6 @@
 """Run a region as it stands in the user's graph, in float64, on tensors of our choice."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.region import Region, attribute_of
-from k31compile.graph.sizes import Substitution, substitute, value_of
+from k31compile.graph.sizes import Substitution, is_float, substitute, value_of
 
 Values = dict[fx.Node, Any]
 
@@ -18,11 +18,29 @@ def run_in_float64(region: Region, leaves: Mapping[fx.Node, torch.Tensor], subst
 
     Casts and dtype arguments become float64 too: the run shows the algebra, not the rounding.
     """
+    with _float64_by_default():
+        return _run(region, leaves, substitution, _raise)
+
+
+def run_as_written(region: Region, leaves: Mapping[fx.Node, torch.Tensor], substitution: Substitution) -> list[Any]:
+    """The values of the region's outputs in the author's own dtypes: the run shows where the author rounds."""
+    return _run(region, leaves, substitution, _on_cpu)
+
+
+def coarsest_unit(region: Region) -> float:
+    """The largest unit in the last place of all floating types of a region, for a number near one."""
+    nodes = [node for node in (*region.leaves, *region.nodes) if is_float(node)]
+    return max(torch.finfo(value_of(node).dtype).eps for node in nodes)
+
+
+def _run(
+    region: Region, leaves: Mapping[fx.Node, torch.Tensor], substitution: Substitution, change: Callable[[Any], Any]
+) -> list[Any]:
     values: Values = dict(leaves)
     last_use = _last_uses(region)
-    with torch.no_grad(), _float64_by_default():
+    with torch.no_grad():
         for i, node in enumerate(region.nodes):
-            values[node] = _run_node(node, values, substitution)
+            values[node] = _run_node(node, values, substitution, change)
             for dead in last_use.get(i, ()):
                 values.pop(dead, None)
     return [values[output] for output in region.outputs]
@@ -39,14 +57,14 @@ def _float64_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _run_node(node: fx.Node, values: Values, substitution: Substitution) -> Any:
+def _run_node(node: fx.Node, values: Values, substitution: Substitution, change: Callable[[Any], Any]) -> Any:
     known = value_of(node)
     if isinstance(known, torch.SymInt):
         return substitute(known, substitution)
     if node.op == "placeholder":
         return known
     if node.op == "get_attr":
-        return _as_float64(attribute_of(node))
+        return change(attribute_of(node))
 
     def argument(source: fx.Node) -> Any:
         if source in values:
@@ -57,17 +75,17 @@ def _run_node(node: fx.Node, values: Values, substitution: Substitution) -> Any:
         if isinstance(lent, torch.Tensor):
             # It lends its shape and type and nothing else (new_zeros, copy): any values do.
             shape = [substitute(size, substitution) for size in lent.shape]
-            return torch.zeros(shape, dtype=torch.float64 if lent.dtype.is_floating_point else lent.dtype)
+            return torch.zeros(shape, dtype=change(lent.dtype))
         return lent
 
-    args = _raise(fx.map_arg(_shrink(node.args, substitution), argument))
-    kwargs = _raise(fx.map_arg(_shrink(dict(node.kwargs), substitution), argument))
+    args = _changed(fx.map_arg(_shrink(node.args, substitution), argument), change)
+    kwargs = _changed(fx.map_arg(_shrink(dict(node.kwargs), substitution), argument), change)
     if not callable(node.target):
         raise TypeError(f"{node.op} {node.target} cannot be run alone")
     with torch.no_grad():
         result = node.target(*args, **kwargs)
     if isinstance(result, torch.Tensor) and node.target in _MAKES_FLOAT and _meant_float(node):
-        return _as_float64(result)
+        return change(result)
     return result
 
 
@@ -106,16 +124,29 @@ def _shrink(argument: Any, substitution: Substitution) -> Any:
     return argument
 
 
-def _raise(argument: Any) -> Any:
-    if isinstance(argument, torch.dtype):
-        return torch.float64 if argument.is_floating_point else argument
-    if isinstance(argument, torch.device):
-        return torch.device("cpu")
+def _changed(argument: Any, change: Callable[[Any], Any]) -> Any:
+    """An argument with every dtype and device in it changed; tensors are values already."""
+    if isinstance(argument, torch.dtype | torch.device):
+        return change(argument)
     if isinstance(argument, dict):
-        return {key: _raise(value) for key, value in argument.items()}
+        return {key: _changed(value, change) for key, value in argument.items()}
     if isinstance(argument, list | tuple):
-        return type(argument)(_raise(value) for value in argument)
+        return type(argument)(_changed(value, change) for value in argument)
     return argument
+
+
+def _raise(value: Any) -> Any:
+    """A tensor, dtype or device for the run in float64."""
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    return _as_float64(value) if isinstance(value, torch.Tensor) else _on_cpu(value)
+
+
+def _on_cpu(value: Any) -> Any:
+    """A tensor, dtype or device for the run as written: runs are on the CPU."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _last_uses(region: Region) -> dict[int, list[fx.Node]]:

@@ -27,7 +27,16 @@ OPERANDS = {
     "gate": -_normal(B, T, H, 6).abs(),
     "beta": torch.rand((B, T, H), generator=_GENERATOR),
     "state": _normal(B, H, 6, 7),
+    # for a norm and its gate
+    "opening": _normal(B, T, H, 7),
+    "weight": _normal(7),
+    # for a convolution over time: inputs, those before them, taps
+    "inputs": _normal(B, T, 15),
+    "before": _normal(B, 3, 15),
+    "taps": _normal(15, 1, 4),
 }
+# For programs of the indexer and its attention alone.
+INDEXED = {name: OPERANDS[name] for name in "qkwci"}
 indexer = torch.ops.k31.lightning_indexer
 attention = torch.ops.k31.sparse_flash_attention
 
@@ -80,19 +89,19 @@ def delta_steps(query, key, value, decays, beta, state):
     return torch.stack(out, 1)
 
 
-def kda_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return delta_steps(query, key, value, gate.exp().unsqueeze(-1), beta, state)
 
 
-def kda_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.kda_recurrent(query, key, value, gate, beta, state, scale=1.0, state_layout="KV")[0]
 
 
-def gated_delta_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return delta_steps(query, key, value, gate[..., 0].exp()[..., None, None], beta, state)
 
 
-def gated_delta_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     given = (query, key, value, gate[..., 0], beta, state)
     return torch.ops.k31.gated_delta_recurrent(*given, scale=1.0, state_layout="KV")[0]
 
@@ -103,7 +112,7 @@ def in_one_chunk(query, key, value, beta, overlap, readout):
     return (readout.tril() @ (inverse @ (b * value.transpose(1, 2)))).transpose(1, 2).contiguous()
 
 
-def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     total = gate.cumsum(1).transpose(1, 2)
     decay = (total[:, :, :, None] - total[:, :, None]).exp()
     at, of = query.transpose(1, 2)[:, :, :, None], key.transpose(1, 2)
@@ -111,26 +120,46 @@ def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
     return in_one_chunk(query, key, value, beta, overlap, readout)
 
 
-def kda_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.kda_chunk(query, key, value, gate, beta, None, scale=1.0, state_layout="KV")[0]
 
 
-def gated_delta_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     total = gate[..., 0].cumsum(1).transpose(1, 2)
     decay, of = (total[..., None] - total[..., None, :]).exp(), key.transpose(1, 2)
     return in_one_chunk(query, key, value, beta, decay * (of @ of.mT), decay * (query.transpose(1, 2) @ of.mT))
 
 
-def gated_delta_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.gated_delta_chunk(query, key, value, gate[..., 0], beta, None, scale=1.0, state_layout="KV")[0]
+
+
+def gated_rms_norm_before(q, k, w, c, i, query, key, value, gate, beta, state, opening, weight, *_):
+    return value * torch.rsqrt(value.square().mean(-1, keepdim=True) + 1e-5) * weight * torch.sigmoid(opening)
+
+
+def gated_rms_norm_expected(q, k, w, c, i, query, key, value, gate, beta, state, opening, weight, *_):
+    return torch.ops.k31.gated_rms_norm(value, opening, weight, eps=1e-5)
+
+
+def short_conv_before(q, k, w, c, i, query, key, value, gate, beta, state, opening, weight, inputs, before, taps, *_):
+    window = torch.cat([before, inputs], 1)
+    y = sum(window[:, i : i + T] * taps[:, 0, i] for i in range(4))
+    return torch.nn.functional.silu(y)
+
+
+def short_conv_expected(q, k, w, c, i, query, key, value, gate, beta, state, opening, weight, inputs, before, taps, *_):
+    return torch.ops.k31.short_conv(inputs, taps.permute(0, 2, 1).squeeze(-1), state=before)[0]
 
 
 PROGRAMS = {
     "fuse_gated_delta_chunk": (gated_delta_chunk_before, gated_delta_chunk_expected),
     "fuse_gated_delta_recurrent": (gated_delta_recurrent_before, gated_delta_recurrent_expected),
+    "fuse_gated_rms_norm": (gated_rms_norm_before, gated_rms_norm_expected),
     "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),
     "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
     "fuse_sparse_flash_attention": (attention_before, attention_expected),
+    "fuse_short_conv": (short_conv_before, short_conv_expected),
     "static_top_k": (both_before, both_expected),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from captured import operators, sketch
 from isomorphic import difference
-from programs import OPERANDS, both_before, scored
+from programs import INDEXED, OPERANDS, both_before, scored
 
 import k31compile
 from k31compile.errors import StrictError
@@ -133,7 +133,7 @@ def test_strict_raises_for_a_near_miss_of_a_real_pass():
         found = scores.topk(4)
         return found.values, found.indices
 
-    module = sketch(program, *OPERANDS.values()).module
+    module = sketch(program, *INDEXED.values()).module
     _, stages = run_pipeline(module, Options(), "cpu")
     assert [refusal.near_miss for stage in stages for refusal in stage.result.refused] == [True]
     with pytest.raises(StrictError, match="near miss"):
