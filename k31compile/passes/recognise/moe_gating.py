@@ -115,7 +115,9 @@ def _exits(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
     selection = _selection(flow, anchor)
     assert selection is not None
     shape, limit = shape_of(selection.final), numel_of(selection.final)
-    reached = flow.descendants([anchor], stop=lambda node: node is not anchor and numel_of(node) > limit)
+    near = {anchor, *flow.users[anchor]}
+    start = [anchor, selection.final]
+    reached = flow.descendants(start, stop=lambda node: node not in near and numel_of(node) > limit)
     exits = [node for node in reached if is_float(node) and shape_of(node) == shape and node in flow.live]
     return flow.in_order(exits)[::-1][:_MOST_EXITS]
 
