@@ -27,6 +27,14 @@ OPERANDS = {
     "gate": -_normal(B, T, H, 6).abs(),
     "beta": torch.rand((B, T, H), generator=_GENERATOR),
     "state": _normal(B, H, 6, 7),
+    # for the mixture of experts: a router's logits and bias, tokens and their experts, gate and up packed
+    "logits": _normal(8, 12),
+    "bias": _normal(12) * 0.3,
+    "tokens": _normal(8, 10),
+    "experts": torch.stack([torch.randperm(12, generator=_GENERATOR)[:3] for _ in range(8)]),
+    "shares": torch.rand((8, 3), generator=_GENERATOR),
+    "gate_up": _normal(12, 14, 10),
+    "down": _normal(12, 10, 7),
 }
 indexer = torch.ops.k31.lightning_indexer
 attention = torch.ops.k31.sparse_flash_attention
@@ -80,19 +88,19 @@ def delta_steps(query, key, value, decays, beta, state):
     return torch.stack(out, 1)
 
 
-def kda_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return delta_steps(query, key, value, gate.exp().unsqueeze(-1), beta, state)
 
 
-def kda_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.kda_recurrent(query, key, value, gate, beta, state, scale=1.0, state_layout="KV")[0]
 
 
-def gated_delta_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return delta_steps(query, key, value, gate[..., 0].exp()[..., None, None], beta, state)
 
 
-def gated_delta_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     given = (query, key, value, gate[..., 0], beta, state)
     return torch.ops.k31.gated_delta_recurrent(*given, scale=1.0, state_layout="KV")[0]
 
@@ -103,7 +111,7 @@ def in_one_chunk(query, key, value, beta, overlap, readout):
     return (readout.tril() @ (inverse @ (b * value.transpose(1, 2)))).transpose(1, 2).contiguous()
 
 
-def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     total = gate.cumsum(1).transpose(1, 2)
     decay = (total[:, :, :, None] - total[:, :, None]).exp()
     at, of = query.transpose(1, 2)[:, :, :, None], key.transpose(1, 2)
@@ -111,26 +119,61 @@ def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
     return in_one_chunk(query, key, value, beta, overlap, readout)
 
 
-def kda_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.kda_chunk(query, key, value, gate, beta, None, scale=1.0, state_layout="KV")[0]
 
 
-def gated_delta_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     total = gate[..., 0].cumsum(1).transpose(1, 2)
     decay, of = (total[..., None] - total[..., None, :]).exp(), key.transpose(1, 2)
     return in_one_chunk(query, key, value, beta, decay * (of @ of.mT), decay * (query.transpose(1, 2) @ of.mT))
 
 
-def gated_delta_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.gated_delta_chunk(query, key, value, gate[..., 0], beta, None, scale=1.0, state_layout="KV")[0]
+
+
+def named(operands, *names):
+    given = dict(zip(OPERANDS, operands, strict=True))
+    return [given[name] for name in names]
+
+
+def gating_before(*operands):
+    logits, bias = named(operands, "logits", "bias")
+    scores = logits.sigmoid()
+    experts = (scores + bias).topk(3, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    return torch.zeros_like(logits).scatter(-1, experts, 2.5 * weights / (weights.sum(-1, keepdim=True) + 1e-20))
+
+
+def gating_expected(*operands):
+    logits, bias = named(operands, "logits", "bias")
+    weights, experts = torch.ops.k31.moe_gating_top_k(
+        logits, 3, bias=bias, renorm=True, norm_type=1, routed_scaling_factor=2.5, eps=1e-20
+    )
+    return torch.zeros_like(logits).scatter(-1, experts.to(torch.int64), weights)
+
+
+def experts_before(*operands):
+    tokens, experts, shares, gate_up, down = named(operands, "tokens", "experts", "shares", "gate_up", "down")
+    gate, up = torch.einsum("nkil,nl->nki", gate_up[experts], tokens).chunk(2, dim=-1)
+    inner = 4 * torch.tanh(gate / 4) * gate.sigmoid() * 25 * torch.tanh(up / 25)
+    return (torch.einsum("nkli,nki->nkl", down[experts], inner) * shares.unsqueeze(-1)).sum(1)
+
+
+def experts_expected(*operands):
+    tokens, experts, shares, gate_up, down = named(operands, "tokens", "experts", "shares", "gate_up", "down")
+    return torch.ops.k31.grouped_experts(tokens, experts, shares, [gate_up[:, :7]], [gate_up[:, 7:14]], [down])
 
 
 PROGRAMS = {
     "fuse_gated_delta_chunk": (gated_delta_chunk_before, gated_delta_chunk_expected),
     "fuse_gated_delta_recurrent": (gated_delta_recurrent_before, gated_delta_recurrent_expected),
+    "fuse_grouped_experts": (experts_before, experts_expected),
     "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),
     "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
+    "fuse_moe_gating_top_k": (gating_before, gating_expected),
     "fuse_sparse_flash_attention": (attention_before, attention_expected),
     "static_top_k": (both_before, both_expected),
 }

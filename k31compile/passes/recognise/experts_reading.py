@@ -14,7 +14,7 @@ from k31compile.graph.dataflow import ATEN
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, numel_of, shape_of, shape_under, symbols_of, value_of
 from k31compile.kernels.expert_checks import SITU, SWIGLU
-from k31compile.passes.recognise.operands import Values
+from k31compile.passes.recognise.operands import Values, in_dtype
 
 _SMALL_ELEMENTS = 1 << 20
 _LARGE = 16
@@ -34,7 +34,10 @@ class Projection:
         """[E, out, in] as a view."""
         stack = values[self.stack]
         whole = stack.transpose(1, 2) if self.transposed else stack
-        return whole if self.half is None else whole.chunk(2, dim=1)[self.half]
+        if self.half is None:
+            return whole
+        size = whole.shape[1] // 2
+        return whole[:, self.half * size : (self.half + 1) * size]
 
     def size_out(self) -> int:
         """How many numbers a row of the product has."""
@@ -140,9 +143,7 @@ class ExpertsReading(Reading):
         rows = torch.randn(self._shapes[operands.x], generator=generator, dtype=torch.float64)
         decades = torch.rand((rows.shape[0], 1), generator=generator, dtype=torch.float64) * (high - low) + low
         sample[operands.x] = rows * 10**decades
-        sample[operands.weights] = torch.randn(
-            self._shapes[operands.weights], generator=generator, dtype=torch.float64
-        )
+        sample[operands.weights] = torch.randn(self._shapes[operands.weights], generator=generator, dtype=torch.float64)
         order = torch.randperm(sizes["E"], generator=torch.Generator().manual_seed(5))
         count = sizes["N"] * sizes["K"]
         places = (torch.arange(count) + trial * count) % sizes["E"]
@@ -162,10 +163,9 @@ class ExpertsReading(Reading):
                 kept.append(activation)
         if not kept:
             again = not self.distinct and bool((sample[self.operands.experts].diff(dim=1) == 0).any())
-            named_twice = " where a row names an expert twice, which nothing here rules out" if again else ""
-            raise Mismatch(
-                f"its output differs from the sum of SiTU or SwiGLU experts by {min(errors):.1e} of its size{named_twice}"
-            )
+            where = " where a row names an expert twice, which nothing here rules out" if again else ""
+            far = f"{min(errors):.1e} of its size"
+            raise Mismatch(f"its output differs from the sum of SiTU or SwiGLU experts by {far}{where}")
         self._possible, self.learned = kept, kept[0]
         return min(errors)
 
@@ -188,7 +188,7 @@ class ExpertsReading(Reading):
         """The operator, its result in the dtype of the author's."""
         assert self.learned is not None
         result = self._run(self.learned, dict(zip(self.region.leaves, leaves, strict=True)))
-        return (result.to(value_of(self.region.outputs[0]).dtype),)
+        return (in_dtype(result, value_of(self.region.outputs[0]).dtype),)
 
 
 def _activations(region: Region) -> list[Activation]:

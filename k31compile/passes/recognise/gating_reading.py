@@ -12,7 +12,7 @@ from k31compile.graph.constants import plain_floats
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, numel_of, shape_of, shape_under, symbols_of, value_of
 from k31compile.kernels.expert_checks import GROUP_MAXIMUM, GROUP_TWO_BEST, SIGMOID, SOFTMAX
-from k31compile.passes.recognise.operands import Values
+from k31compile.passes.recognise.operands import Values, in_dtype
 from k31compile.passes.recognise.selection import Selection
 
 _ROWS = 256
@@ -148,8 +148,8 @@ class GatingReading(Reading):
             # twelve digits: what an author writes as one factor or another has no more in common
             top = expected.argmax(1, keepdim=True)
             ratios = weights.gather(1, top) / expected.gather(1, top)
-            form = replace(form, factor=float(f"{float(ratios.nanmedian()):.12g}"))
-            expected = expected * form.factor
+            factor = float(f"{float(ratios.nanmedian()):.12g}")
+            form, expected = replace(form, factor=factor), expected * factor
         error = relative_error(weights, expected)
         return (form, error) if error < TOLERANCE and form.factor else (None, 0.0)
 
@@ -158,13 +158,14 @@ class GatingReading(Reading):
         assert self.learned is not None
         values = dict(zip(self.region.leaves, leaves, strict=True))
         logits = values[self.logits]
-        bias = values[self.bias].reshape(-1) if self.bias is not None else None
+        bias = values[self.bias] if self.bias is not None else None
+        bias = bias.flatten() if bias is not None and bias.dim() > 1 else bias
         k = int(self.selection.count)
         results = self.learned.run(logits if logits.dim() == 2 else logits.flatten(0, -2), bias, k)
         old = [value_of(output) for output in self.region.outputs]
         if old[1].dim() != 2:
             results = tuple(result.view(*logits.shape[:-1], k) for result in results)  # type: ignore[assignment]
-        return tuple(result.to(was.dtype) for result, was in zip(results, old, strict=True))
+        return tuple(in_dtype(result, was.dtype) for result, was in zip(results, old, strict=True))
 
 
 def numel_of_shape(shape: Sequence[int]) -> int:

@@ -20,6 +20,7 @@ _MOST_EXITS = 4
 _MOST_WEIGHTS = 3
 _SELECTIONS = {ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable}
 _ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
+_CASTS = (ATEN._to_copy.default, ATEN.to.dtype)
 _GATING = "k31.moe_gating_top_k.default"
 
 
@@ -68,7 +69,9 @@ class GroupedExpertsRecogniser(Recogniser):
                 raise Mismatch(f"{node.name}, what single experts give, is also read by {reader.name}")
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
-        """Stacks of two or three matrices an expert are used with the experts."""
+        """Stacks of two or three matrices an expert are used with these integers, not with others made of them."""
+        if any(_is_pairs(flow, source) for source in flow.inputs[anchor]):
+            return False
         for out in _exits(flow, anchor):
             inside = flow.between([anchor], [out]) - {anchor}
             if len(_stacks_above(flow, anchor, out, inside)) in (2, 3):
@@ -95,7 +98,7 @@ def _is_pairs(flow: Dataflow, node: fx.Node) -> bool:
 
 def _source(node: fx.Node) -> fx.Node | None:
     """The integers that a view or a cast was made from, where they are the same and all of them."""
-    if not (is_view(node) or node.target is ATEN._to_copy.default) or not node.args:
+    if not (is_view(node) or node.target in _CASTS) or not node.args:
         return None
     source = node.args[0]
     same = isinstance(source, fx.Node) and is_integer(source) and numel_of(source) == numel_of(node)
@@ -146,7 +149,7 @@ def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collect
 
 
 def _stack_behind(node: fx.Node) -> fx.Node:
-    while (is_view(node) or node.target is ATEN._to_copy.default) and isinstance(node.args[0], fx.Node):
+    while (is_view(node) or node.target in _CASTS) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
@@ -163,7 +166,7 @@ def _may_be_leaf(flow: Dataflow, pairs: tuple[int, ...], node: fx.Node) -> bool:
 def _are_distinct(experts: fx.Node) -> bool:
     """Whether no row can name an expert twice: places that a top-k or a sort gave."""
     node = same_size_base(experts)
-    while node.target in (ATEN._to_copy.default, ATEN.slice.Tensor) and isinstance(node.args[0], fx.Node):
+    while node.target in (*_CASTS, ATEN.slice.Tensor) and isinstance(node.args[0], fx.Node):
         node = same_size_base(node.args[0])
     if node.target in _ARGSORTS:
         return True
