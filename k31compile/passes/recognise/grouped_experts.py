@@ -15,6 +15,7 @@ from k31compile.graph.sizes import is_float, is_integer, numel_of, shape_of
 from k31compile.graph.views import is_view, same_size_base
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.experts_reading import ExpertsReading, assignments
+from k31compile.passes.recognise.operands import is_parameter
 
 _MOST_EXITS = 4
 _MOST_WEIGHTS = 3
@@ -31,7 +32,7 @@ class GroupedExpertsRecogniser(Recogniser):
 
     def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
         """Integers [N, k] as they were first, with some row of floats behind them that experts could have made."""
-        if not _stacks(flow):
+        if not _matrices(flow):
             return []
         found = dict.fromkeys(_as_first_written(node) for node in flow.nodes if _is_pairs(flow, node))
         return [node for node in found if node in flow.live]
@@ -54,7 +55,8 @@ class GroupedExpertsRecogniser(Recogniser):
 
     def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
         """Told apart by shape, and by running."""
-        stacks = [leaf for leaf in region.leaves if leaf in _stacks(flow)]
+        possible = _stacks(flow, anchor)
+        stacks = [leaf for leaf in region.leaves if leaf in possible]
         if anchor not in region.leaves or len(region.leaves) != len(stacks) + 3:
             return
         for operands in assignments(region.leaves, anchor, stacks, region.outputs[0]):
@@ -83,13 +85,19 @@ class GroupedExpertsRecogniser(Recogniser):
         return "the recognised form is sum_j w_j down_e(act(gate_e(x), up_e(x))) with SiTU or SwiGLU"
 
 
-def _stacks(flow: Dataflow) -> set[fx.Node]:
+def _matrices(flow: Dataflow) -> set[fx.Node]:
     """Tensors of the caller that may hold one matrix for each expert."""
 
     def find() -> set[fx.Node]:
         return {node for node in flow.nodes if node.op == "placeholder" and is_float(node) and len(shape_of(node)) == 3}
 
-    return flow.remember("stacks", find)
+    return flow.remember("matrices", find)
+
+
+def _stacks(flow: Dataflow, anchor: fx.Node) -> set[fx.Node]:
+    """Those that are not the tokens [B, T, L] themselves."""
+    rows = shape_of(anchor)[0]
+    return {node for node in _matrices(flow) if is_parameter(node) or shape_of(node)[0] * shape_of(node)[1] != rows}
 
 
 def _is_pairs(flow: Dataflow, node: fx.Node) -> bool:
@@ -137,7 +145,7 @@ def _weights_inside(flow: Dataflow, anchor: fx.Node, inside: Collection[fx.Node]
 
 def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
     """The stacks that `out` is made with, without those behind the tokens and the weights."""
-    stacks, rows = _stacks(flow), shape_of(anchor)[0]
+    stacks, rows = _stacks(flow, anchor), shape_of(anchor)[0]
 
     def is_row(node: fx.Node) -> bool:
         if node is anchor:
@@ -159,7 +167,7 @@ def _may_be_leaf(flow: Dataflow, pairs: tuple[int, ...], node: fx.Node) -> bool:
     shape = shape_of(node)
     if not is_float(node) or len(shape) != 2 or shape[0] != pairs[0]:
         return False
-    widths = {size for stack in _stacks(flow) for size in shape_of(stack)[1:]}
+    widths = {size for stack in _matrices(flow) for size in shape_of(stack)[1:]}
     return shape == pairs or shape[1] in widths
 
 
