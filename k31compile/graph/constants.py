@@ -60,8 +60,8 @@ _OF_SHAPE = {
 }
 _MOST = 1 << 31
 
-
-_COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
+# Operators whose numbers bound something, by name.
+COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
 
 
 def largest_constant(nodes: Sequence[fx.Node], lengths: Sequence[int]) -> int:
@@ -78,7 +78,7 @@ def _numbers(node: fx.Node) -> Iterator[int]:
             yield from _plain(tensor.reshape(-1).tolist(), with_floats=True)
     elif node.op == "call_function" and node.target not in _OF_SHAPE:
         name = getattr(node.target, "__name__", "").partition(".")[0]
-        yield from _plain([*node.args, *node.kwargs.values()], with_floats=name in _COMPARISONS)
+        yield from _plain([*node.args, *node.kwargs.values()], with_floats=name in COMPARISONS)
 
 
 def _plain(argument: Any, with_floats: bool) -> Iterator[int]:

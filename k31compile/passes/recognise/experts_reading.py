@@ -2,17 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from k31compile.graph.confirm import BYTE_BUDGET, TOLERANCE, Mismatch, Reading, relative_error
-from k31compile.graph.constants import plain_floats
+from k31compile.graph.constants import COMPARISONS, plain_floats
 from k31compile.graph.dataflow import ATEN
 from k31compile.graph.region import Region
-from k31compile.graph.sizes import Substitution, numel_of, shape_of, shape_under, symbols_of, value_of
+from k31compile.graph.sizes import Substitution, is_integer, numel_of, shape_of, shape_under, symbols_of, value_of
+from k31compile.graph.views import is_view
 from k31compile.kernels.expert_checks import SITU, SWIGLU
 from k31compile.passes.recognise.operands import Values, in_dtype
 
@@ -97,6 +98,8 @@ class ExpertsReading(Reading):
         rows, k = shape_of(self.operands.experts)
         inner, width, out = self.operands.gate.size_out(), shape_of(self.operands.x)[1], self.operands.down.size_out()
         experts = shape_of(self.operands.gate.stack)[0]
+        if _compares_with_others(self.region, {experts, experts - 1, k}):
+            return {}
         small = {inner: 12, width: 20, out: 20 if out == width else 28, experts: max(11, k + 3)}
         if isinstance(value_of(self.operands.x).shape[0], int):
             small.setdefault(rows, 7)
@@ -191,6 +194,20 @@ class ExpertsReading(Reading):
         return (in_dtype(result, value_of(self.region.outputs[0]).dtype),)
 
 
+def _compares_with_others(region: Region, sizes: Collection[int]) -> bool:
+    """Whether integers meet a number in arithmetic or comparison that a smaller number of experts would not reach."""
+    for node in region.nodes:
+        named = node.args[1:] if node.op == "call_function" and not is_view(node) else ()
+        first = node.args[0] if node.args else None
+        on_integers = isinstance(first, fx.Node) and is_integer(first)
+        compares = getattr(node.target, "__name__", "").partition(".")[0] in COMPARISONS
+        if (on_integers or compares) and any(
+            type(number) in (int, float) and abs(number) > 1 and number not in sizes for number in named
+        ):
+            return True
+    return False
+
+
 def _activations(region: Region) -> list[Activation]:
     """SwiGLU, and where there is a tanh SiTU with any bounds that the region names."""
     found = [Activation(SWIGLU)]
@@ -236,6 +253,14 @@ def _projections(
             for gate, up in pairs:
                 if _fit(gate, width) and _fit(up, width) and _fit(down, gate.size_out(), out):
                     yield gate, up, down
+
+
+def are_projections(stacks: Sequence[fx.Node]) -> bool:
+    """Whether some sizes of tokens and results would make two or three stacks the projections of experts."""
+    if len(stacks) not in (2, 3):
+        return False
+    sizes = {size for stack in stacks for size in shape_of(stack)[1:]}
+    return any(next(_projections(stacks, width, out), None) for width in sizes for out in sizes)
 
 
 def _fit(part: Projection, size_in: int, size_out: int | None = None) -> bool:

@@ -91,7 +91,7 @@ class GatingReading(Reading):
 
     def samples(self) -> int:
         """More where each has few rows: a group that is left out shows in some rows only."""
-        return max(4, min(_MOST_SAMPLES, _ROWS // self.sizes()["N"]))
+        return max(5, min(_MOST_SAMPLES, _ROWS // self.sizes()["N"]))
 
     def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
         """Logits over decades, whole rows down to where an eps is all of the sum; biases below and above the scores."""
@@ -103,7 +103,7 @@ class GatingReading(Reading):
         # Above 20 sigmoids of different logits are the same number, and which of equal ones is best is open.
         sample = {self.logits: (logits * 10**decades + low * is_low).clamp(max=20.0)}
         if self.bias is not None:
-            size, shift = ((0.3, 0.0), (3.0, 0.0), (0.02, 0.0), (0.3, -1.0))[trial % 4]
+            size, shift = ((0.3, 0.0), (3.0, 0.0), (0.02, 0.0), (0.3, -1.0), (30.0, 0.0))[trial % 5]
             bias = torch.randn(self._shape[-1], generator=generator, dtype=torch.float64) * size + shift
             sample[self.bias] = bias.view(shape_of(self.bias))
         return sample

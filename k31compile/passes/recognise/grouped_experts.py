@@ -14,7 +14,7 @@ from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, is_integer, numel_of, shape_of
 from k31compile.graph.views import is_view, same_size_base
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
-from k31compile.passes.recognise.experts_reading import ExpertsReading, assignments
+from k31compile.passes.recognise.experts_reading import ExpertsReading, are_projections, assignments
 from k31compile.passes.recognise.operands import is_parameter
 
 _MOST_EXITS = 4
@@ -42,7 +42,7 @@ class GroupedExpertsRecogniser(Recogniser):
         for out in _exits(flow, anchor):
             inside = flow.between([anchor], [out]) - {anchor}
             stacks = _stacks_above(flow, anchor, out, inside)
-            if len(stacks) not in (2, 3):
+            if not are_projections(stacks):
                 continue
             eligible = functools.cache(functools.partial(_may_be_leaf, flow, shape_of(anchor)))
             for weights in _weights_inside(flow, anchor, inside):
@@ -76,7 +76,7 @@ class GroupedExpertsRecogniser(Recogniser):
             return False
         for out in _exits(flow, anchor):
             inside = flow.between([anchor], [out]) - {anchor}
-            if len(_stacks_above(flow, anchor, out, inside)) in (2, 3):
+            if are_projections(_stacks_above(flow, anchor, out, inside)):
                 return True
         return False
 
