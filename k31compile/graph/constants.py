@@ -60,8 +60,8 @@ _OF_SHAPE = {
 }
 _MOST = 1 << 31
 
-
-_COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
+# Operators whose numbers bound something, by name.
+COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
 
 
 def largest_constant(nodes: Sequence[fx.Node], lengths: Sequence[int]) -> int:
@@ -78,7 +78,7 @@ def _numbers(node: fx.Node) -> Iterator[int]:
             yield from _plain(tensor.reshape(-1).tolist(), with_floats=True)
     elif node.op == "call_function" and node.target not in _OF_SHAPE:
         name = getattr(node.target, "__name__", "").partition(".")[0]
-        yield from _plain([*node.args, *node.kwargs.values()], with_floats=name in _COMPARISONS)
+        yield from _plain([*node.args, *node.kwargs.values()], with_floats=name in COMPARISONS)
 
 
 def _plain(argument: Any, with_floats: bool) -> Iterator[int]:
@@ -90,3 +90,18 @@ def _plain(argument: Any, with_floats: bool) -> Iterator[int]:
         return
     elif (with_floats or isinstance(argument, int)) and math.isfinite(argument) and abs(argument) < _MOST:
         yield math.ceil(abs(argument))
+
+
+def plain_floats(nodes: Sequence[fx.Node]) -> list[float]:
+    """The plain numbers in the arithmetic of `nodes`, small constant tensors too, each once."""
+    found: dict[float, None] = {}
+    for node in nodes:
+        if node.op == "get_attr":
+            tensor = attribute_of(node)
+            values = tensor.reshape(-1).tolist() if tensor.numel() <= 8 else []
+        elif node.op == "call_function" and node.target not in _OF_SHAPE:
+            values = [*node.args, *node.kwargs.values()]
+        else:
+            continue
+        found.update((float(value), None) for value in values if type(value) in (int, float) and math.isfinite(value))
+    return list(found)

@@ -83,7 +83,7 @@ def _run_node(node: fx.Node, values: Values, substitution: Substitution, change:
     if not callable(node.target):
         raise TypeError(f"{node.op} {node.target} cannot be run alone")
     with torch.no_grad():
-        result = node.target(*args, **kwargs)
+        result = _RULES.get(node.target, node.target)(*args, **kwargs)
     if isinstance(result, torch.Tensor) and node.target in _MAKES_FLOAT and _meant_float(node):
         return change(result)
     return result
@@ -102,6 +102,28 @@ _MAKES_FLOAT = {
     torch.ops.aten.scalar_tensor.default,
     torch.ops.aten.lift_fresh_copy.default,
 }
+
+
+def _grouped_product(
+    rows: torch.Tensor,
+    matrices: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Rows [S, in], sorted by group, times the matrix [G, in, out] of their group; rows of no group give zeros."""
+    if ends is None or bias is not None or (rows.dim(), matrices.dim()) != (2, 3):
+        raise NotImplementedError("a grouped product of another form than rows by groups")
+    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    begin = 0
+    for matrix, end in zip(matrices, ends.tolist(), strict=True):
+        out[begin:end] = rows[begin:end] @ matrix
+        begin = end
+    return out
+
+
+# Operators that refuse float64.
+_RULES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_product}
 
 
 def _meant_float(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ def up_first(y, experts, weights, gate_up, down):
     return combined(situ(gate, up), experts, weights, down)
 
 
-@near_miss()
+@near_miss(served_by="gate_proj and up_proj exchanged, situ_beta=25 and linear_beta=4")
 def sigmoid_of_the_straight_half(y, experts, weights, gate_up, down):
     """The sigmoid sees up; the operator's sees the gate."""
     gate, up = gate_and_up(y, experts, gate_up)

@@ -65,6 +65,10 @@ SERVED = {
     "groups_ignored": lambda made: ({}, {"grouped": False}),
     "softmax_scores": lambda made: ({}, {"norm": "softmax"}),
     "up_first": lambda made: ({"gate": made["up"], "up": made["gate"]}, {}),
+    "sigmoid_of_the_straight_half": lambda made: (
+        {"gate": made["up"], "up": made["gate"]},
+        {"beta": 25.0, "linear_beta": 4.0},
+    ),
     "swiglu_for_situ": lambda made: ({}, {"activation": "swiglu"}),
     "bounds_exchanged": lambda made: ({}, {"beta": 25.0, "linear_beta": 4.0}),
     "down_of_the_next_expert": lambda made: ({"down": made["down"].roll(-1, 0)}, {}),

@@ -34,6 +34,14 @@ OPERANDS = {
     "inputs": _normal(B, T, 15),
     "before": _normal(B, 3, 15),
     "taps": _normal(15, 1, 4),
+    # for the mixture of experts: a router's logits and bias, tokens and their experts, gate and up packed
+    "logits": _normal(8, 12),
+    "bias": _normal(12) * 0.3,
+    "tokens": _normal(8, 10),
+    "experts": torch.stack([torch.randperm(12, generator=_GENERATOR)[:3] for _ in range(8)]),
+    "shares": torch.rand((8, 3), generator=_GENERATOR),
+    "gate_up": _normal(12, 14, 10),
+    "down": _normal(12, 10, 7),
 }
 # For programs of the indexer and its attention alone.
 INDEXED = {name: OPERANDS[name] for name in "qkwci"}
@@ -152,13 +160,48 @@ def short_conv_expected(q, k, w, c, i, query, key, value, gate, beta, state, ope
     return torch.ops.k31.short_conv(inputs, taps.permute(0, 2, 1).squeeze(-1), state=before)[0]
 
 
+def named(operands, *names):
+    given = dict(zip(OPERANDS, operands, strict=True))
+    return [given[name] for name in names]
+
+
+def gating_before(*operands):
+    logits, bias = named(operands, "logits", "bias")
+    scores = logits.sigmoid()
+    experts = (scores + bias).topk(3, dim=-1).indices
+    weights = scores.gather(-1, experts)
+    return torch.zeros_like(logits).scatter(-1, experts, 2.5 * weights / (weights.sum(-1, keepdim=True) + 1e-20))
+
+
+def gating_expected(*operands):
+    logits, bias = named(operands, "logits", "bias")
+    weights, experts = torch.ops.k31.moe_gating_top_k(
+        logits, 3, bias=bias, renorm=True, norm_type=1, routed_scaling_factor=2.5, eps=1e-20
+    )
+    return torch.zeros_like(logits).scatter(-1, experts.to(torch.int64), weights)
+
+
+def experts_before(*operands):
+    tokens, experts, shares, gate_up, down = named(operands, "tokens", "experts", "shares", "gate_up", "down")
+    gate, up = torch.einsum("nkil,nl->nki", gate_up[experts], tokens).chunk(2, dim=-1)
+    inner = 4 * torch.tanh(gate / 4) * gate.sigmoid() * 25 * torch.tanh(up / 25)
+    return (torch.einsum("nkli,nki->nkl", down[experts], inner) * shares.unsqueeze(-1)).sum(1)
+
+
+def experts_expected(*operands):
+    tokens, experts, shares, gate_up, down = named(operands, "tokens", "experts", "shares", "gate_up", "down")
+    return torch.ops.k31.grouped_experts(tokens, experts, shares, [gate_up[:, :7]], [gate_up[:, 7:14]], [down])
+
+
 PROGRAMS = {
     "fuse_gated_delta_chunk": (gated_delta_chunk_before, gated_delta_chunk_expected),
     "fuse_gated_delta_recurrent": (gated_delta_recurrent_before, gated_delta_recurrent_expected),
     "fuse_gated_rms_norm": (gated_rms_norm_before, gated_rms_norm_expected),
+    "fuse_grouped_experts": (experts_before, experts_expected),
     "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),
     "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
+    "fuse_moe_gating_top_k": (gating_before, gating_expected),
     "fuse_sparse_flash_attention": (attention_before, attention_expected),
     "fuse_short_conv": (short_conv_before, short_conv_expected),
     "static_top_k": (both_before, both_expected),

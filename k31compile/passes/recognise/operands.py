@@ -174,3 +174,8 @@ def spread(shape: Sequence[int], generator: torch.Generator, decades: float, dim
     lead = (*shape[:dims], *[1] * (len(shape) - dims))
     powers = (torch.rand(lead, generator=generator, dtype=torch.float64) * 2 - 1) * decades
     return values * 10**powers
+
+
+def in_dtype(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The result in the author's dtype, without a cast that would change nothing."""
+    return result if result.dtype == dtype else result.to(dtype)

@@ -1,0 +1,269 @@
+"""One assignment of leaves to the operands of the routed experts: samples, comparison, operator (K3.1 spec 2.18)."""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from k31compile.graph.confirm import BYTE_BUDGET, TOLERANCE, Mismatch, Reading, relative_error
+from k31compile.graph.constants import COMPARISONS, plain_floats
+from k31compile.graph.dataflow import ATEN
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import Substitution, is_integer, numel_of, shape_of, shape_under, symbols_of, value_of
+from k31compile.graph.views import is_view
+from k31compile.kernels.expert_checks import SITU, SWIGLU
+from k31compile.passes.recognise.operands import Values, in_dtype
+
+_SMALL_ELEMENTS = 1 << 20
+_LARGE = 16
+_MOST_BOUNDS = 6
+_USUAL_BOUNDS = (4.0, 25.0)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Where the matrices [E, out, in] of one projection are: in a stack, transposed or not, all of it or one half."""
+
+    stack: fx.Node
+    transposed: bool
+    half: int | None = None
+
+    def matrices(self, values: Values) -> torch.Tensor:
+        """[E, out, in] as a view."""
+        stack = values[self.stack]
+        whole = stack.transpose(1, 2) if self.transposed else stack
+        if self.half is None:
+            return whole
+        size = whole.shape[1] // 2
+        return whole[:, self.half * size : (self.half + 1) * size]
+
+    def size_out(self) -> int:
+        """How many numbers a row of the product has."""
+        size = shape_of(self.stack)[2 if self.transposed else 1]
+        return size if self.half is None else size // 2
+
+
+@dataclass(frozen=True)
+class ExpertOperands:
+    """Leaves by role."""
+
+    x: fx.Node
+    experts: fx.Node
+    weights: fx.Node
+    gate: Projection
+    up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The operator's options."""
+
+    activation: str
+    situ_beta: float = _USUAL_BOUNDS[0]
+    linear_beta: float | None = _USUAL_BOUNDS[1]
+
+
+class ExpertsReading(Reading):
+    """x, experts, weights and three projections; which activation stands between, the runs tell."""
+
+    name = "grouped_experts"
+
+    def __init__(self, region: Region, operands: ExpertOperands, distinct: bool) -> None:
+        """One assignment, not yet confirmed; `distinct` where no row can name an expert twice."""
+        self.region, self.operands, self.distinct = region, operands, distinct
+        self.context = f"distinct={distinct}"
+        self.learned: Activation | None = None
+        self._activations = _activations(region)
+
+    def substitutions(self) -> list[Substitution]:
+        """Symbols made small and odd; where the experts are large, smaller ones first."""
+        sizes = [size for leaf in self.region.leaves for size in value_of(leaf).shape]
+        symbols: Substitution = {symbol: 3 + 2 * i for i, symbol in enumerate(symbols_of(sizes))}
+        elements = sum(numel_of(leaf) for leaf in self.region.leaves)
+        if elements <= _SMALL_ELEMENTS:
+            return [symbols]
+        smaller = self._smaller()
+        if smaller:
+            return [{**symbols, **smaller}]
+        if 8 * elements > BYTE_BUDGET // 4:
+            raise Mismatch("its experts are too large to be run, and two of their sizes are too alike to be made small")
+        return [symbols]
+
+    def _smaller(self) -> dict[int, int]:
+        """Sizes and what reshapes make of them, as smaller ones; nothing where a number means two of them."""
+        rows, k = shape_of(self.operands.experts)
+        inner, width, out = self.operands.gate.size_out(), shape_of(self.operands.x)[1], self.operands.down.size_out()
+        experts = shape_of(self.operands.gate.stack)[0]
+        if _compares_with_others(self.region, {experts, experts - 1, k}):
+            return {}
+        small = {inner: 12, width: 20, out: 20 if out == width else 28, experts: max(11, k + 3)}
+        if isinstance(value_of(self.operands.x).shape[0], int):
+            small.setdefault(rows, 7)
+        small = {full: min(full, less) for full, less in small.items() if full > _LARGE}
+
+        def less(size: int) -> int:
+            return small.get(size, size)
+
+        derived, ambiguous = dict(small), False
+        pairs = [(2 * inner, 2 * less(inner)), (experts - 1, less(experts) - 1), (rows * k, less(rows) * k)]
+        pairs += [(rows * size, less(rows) * less(size)) for size in (width, out, inner)]
+        pairs += [(rows * k * size, less(rows) * k * less(size)) for size in (width, out, inner, experts)]
+        for full, value in pairs:
+            if full > _LARGE and (full != value or full in derived):
+                ambiguous |= derived.setdefault(full, value) != value
+        return {} if ambiguous or len({rows, inner, width, experts}) < 4 or k in small else derived
+
+    def begin(self, substitution: Substitution) -> None:
+        """Take these sizes; every activation is possible again."""
+        self._shapes = {leaf: shape_under(leaf, substitution) for leaf in self.region.leaves}
+        self._possible = list(self._activations)
+        self.learned = None
+
+    def sizes(self) -> Mapping[str, int]:
+        """N, E, K, L."""
+        rows, k = self._shapes[self.operands.experts]
+        experts = self._shapes[self.operands.gate.stack][0]
+        return {"N": rows, "E": experts, "K": k, "L": self._shapes[self.operands.x][1]}
+
+    def samples(self) -> int:
+        """Enough to meet every expert."""
+        sizes = self.sizes()
+        return max(4, min(64, -(-sizes["E"] // max(1, sizes["N"] * sizes["K"]))))
+
+    def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
+        """Rows over decades, to far beyond every bound; weights of both signs; every expert in its turn."""
+        operands, sizes = self.operands, self.sizes()
+        beyond = max([100.0, *(3 * bound for bound in _bounds(self.region) if bound < 1e4)])
+        low, high = -2.0, math.log10(beyond)
+        sample = {}
+        for stack in dict.fromkeys(part.stack for part in (operands.gate, operands.up, operands.down)):
+            shape = self._shapes[stack]
+            sample[stack] = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[2])
+        rows = torch.randn(self._shapes[operands.x], generator=generator, dtype=torch.float64)
+        decades = torch.rand((rows.shape[0], 1), generator=generator, dtype=torch.float64) * (high - low) + low
+        sample[operands.x] = rows * 10**decades
+        sample[operands.weights] = torch.randn(self._shapes[operands.weights], generator=generator, dtype=torch.float64)
+        order = torch.randperm(sizes["E"], generator=torch.Generator().manual_seed(5))
+        count = sizes["N"] * sizes["K"]
+        places = (torch.arange(count) + trial * count) % sizes["E"]
+        experts = order[places].view(sizes["N"], sizes["K"])
+        if not self.distinct and trial % 2:
+            experts[:, 1:] = experts[:, :1]
+        sample[operands.experts] = experts.to(value_of(operands.experts).dtype)
+        return sample
+
+    def judge(self, sample: Values, outputs: Sequence[torch.Tensor]) -> float:
+        """Keep the activations that give these numbers."""
+        kept, errors = [], []
+        for activation in self._possible:
+            error = relative_error(outputs[0], self._run(activation, sample))
+            errors.append(error)
+            if error < TOLERANCE:
+                kept.append(activation)
+        if not kept:
+            again = not self.distinct and bool((sample[self.operands.experts].diff(dim=1) == 0).any())
+            where = " where a row names an expert twice, which nothing here rules out" if again else ""
+            far = f"{min(errors):.1e} of its size"
+            raise Mismatch(f"its output differs from the sum of SiTU or SwiGLU experts by {far}{where}")
+        self._possible, self.learned = kept, kept[0]
+        return min(errors)
+
+    def _run(self, activation: Activation, values: Values) -> torch.Tensor:
+        operands = self.operands
+        result: torch.Tensor = torch.ops.k31.grouped_experts(
+            values[operands.x],
+            values[operands.experts],
+            values[operands.weights],
+            [operands.gate.matrices(values)],
+            [operands.up.matrices(values)],
+            [operands.down.matrices(values)],
+            activation=activation.activation,
+            situ_beta=activation.situ_beta,
+            linear_beta=activation.linear_beta,
+        )
+        return result
+
+    def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The operator, its result in the dtype of the author's."""
+        assert self.learned is not None
+        result = self._run(self.learned, dict(zip(self.region.leaves, leaves, strict=True)))
+        return (in_dtype(result, value_of(self.region.outputs[0]).dtype),)
+
+
+def _compares_with_others(region: Region, sizes: Collection[int]) -> bool:
+    """Whether integers meet a number in arithmetic or comparison that a smaller number of experts would not reach."""
+    for node in region.nodes:
+        named = node.args[1:] if node.op == "call_function" and not is_view(node) else ()
+        first = node.args[0] if node.args else None
+        on_integers = isinstance(first, fx.Node) and is_integer(first)
+        compares = getattr(node.target, "__name__", "").partition(".")[0] in COMPARISONS
+        if (on_integers or compares) and any(
+            type(number) in (int, float) and abs(number) > 1 and number not in sizes for number in named
+        ):
+            return True
+    return False
+
+
+def _activations(region: Region) -> list[Activation]:
+    """SwiGLU, and where there is a tanh SiTU with any bounds that the region names."""
+    found = [Activation(SWIGLU)]
+    if any(node.target is ATEN.tanh.default for node in region.nodes):
+        bounds = _bounds(region)
+        found += [Activation(SITU, beta, linear) for beta, linear in itertools.product(bounds, [None, *bounds])]
+    return found
+
+
+def _bounds(region: Region) -> list[float]:
+    numbers = [number for number in plain_floats(region.nodes) if 0 < number < 1e4]
+    inverse = [float(f"{1 / number:.12g}") for number in numbers if number < 1]
+    return list(dict.fromkeys([*_USUAL_BOUNDS, *inverse, *numbers]))[:_MOST_BOUNDS]
+
+
+def assignments(
+    leaves: Sequence[fx.Node], experts: fx.Node, stacks: Sequence[fx.Node], out: fx.Node
+) -> Iterator[ExpertOperands]:
+    """Every way to read the leaves by shape."""
+    rows = [leaf for leaf in leaves if leaf is not experts and leaf not in stacks]
+    for x, weights in itertools.permutations(rows, 2):
+        if len(rows) != 2 or shape_of(weights) != shape_of(experts) or len(shape_of(x)) != 2:
+            continue
+        for gate, up, down in _projections(stacks, shape_of(x)[1], shape_of(out)[1]):
+            yield ExpertOperands(x, experts, weights, gate, up, down)
+
+
+def _projections(
+    stacks: Sequence[fx.Node], width: int, out: int
+) -> Iterator[tuple[Projection, Projection, Projection]]:
+    for order in itertools.permutations(stacks):
+        *first, last = order
+        if len({shape_of(stack)[0] for stack in stacks}) != 1:
+            return
+        ways = itertools.product((False, True), repeat=len(order))
+        for turned in ways:
+            down = Projection(last, turned[-1])
+            if len(order) == 2:
+                halves = [Projection(first[0], turned[0], half) for half in (0, 1)]
+                pairs = [(halves[0], halves[1]), (halves[1], halves[0])]
+            else:
+                pairs = [(Projection(first[0], turned[0]), Projection(first[1], turned[1]))]
+            for gate, up in pairs:
+                if _fit(gate, width) and _fit(up, width) and _fit(down, gate.size_out(), out):
+                    yield gate, up, down
+
+
+def are_projections(stacks: Sequence[fx.Node]) -> bool:
+    """Whether some sizes of tokens and results would make two or three stacks the projections of experts."""
+    if len(stacks) not in (2, 3):
+        return False
+    sizes = {size for stack in stacks for size in shape_of(stack)[1:]}
+    return any(next(_projections(stacks, width, out), None) for width in sizes for out in sizes)
+
+
+def _fit(part: Projection, size_in: int, size_out: int | None = None) -> bool:
+    shape = shape_of(part.stack)
+    even = part.half is None or shape[2 if part.transposed else 1] % 2 == 0
+    return even and shape[1 if part.transposed else 2] == size_in and size_out in (None, part.size_out())

@@ -1,0 +1,184 @@
+"""The routed experts in anyone's spelling: gathered, dense and masked, or in groups (K3.1 spec 2.18).
+
+out[n] = sum_j weights[n, j] * down_e(act(gate_e(x_n), up_e(x_n))),    e = experts[n, j]
+"""
+
+import functools
+from collections.abc import Collection, Iterable, Iterator
+
+from torch import fx
+
+from k31compile.graph.confirm import Mismatch, Reading
+from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import is_float, is_integer, numel_of, shape_of
+from k31compile.graph.views import is_view, same_size_base
+from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.experts_reading import ExpertsReading, are_projections, assignments
+from k31compile.passes.recognise.operands import is_parameter
+
+_MOST_EXITS = 4
+_MOST_WEIGHTS = 3
+_SELECTIONS = {ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable}
+_ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
+_CASTS = (ATEN._to_copy.default, ATEN.to.dtype)
+_GATING = "k31.moe_gating_top_k.default"
+
+
+class GroupedExpertsRecogniser(Recogniser):
+    """Anchored on the experts of each token, integers [N, k], where stacks of matrices are in the graph."""
+
+    name = "grouped_experts"
+
+    def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
+        """Integers [N, k] as they were first, with some row of floats behind them that experts could have made."""
+        if not _matrices(flow):
+            return []
+        found = dict.fromkeys(_as_first_written(node) for node in flow.nodes if _is_pairs(flow, node))
+        return [node for node in found if node in flow.live]
+
+    def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
+        """From the experts to the nearest rows that everything goes through; the weights may depend on the experts."""
+        for out in _exits(flow, anchor):
+            inside = flow.between([anchor], [out]) - {anchor}
+            stacks = _stacks_above(flow, anchor, out, inside)
+            if not are_projections(stacks):
+                continue
+            eligible = functools.cache(functools.partial(_may_be_leaf, flow, shape_of(anchor)))
+            for weights in _weights_inside(flow, anchor, inside):
+                above = flow.ancestors(weights, stop=lambda node: node is anchor)
+                yield Demand((out,), frozenset(inside - above), eligible, (anchor, *stacks, *weights))
+
+    def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
+        """The leaves as they were found."""
+        yield leaves
+
+    def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
+        """Told apart by shape, and by running."""
+        possible = _stacks(flow, anchor)
+        stacks = [leaf for leaf in region.leaves if leaf in possible]
+        if anchor not in region.leaves or len(region.leaves) != len(stacks) + 3:
+            return
+        for operands in assignments(region.leaves, anchor, stacks, region.outputs[0]):
+            yield ExpertsReading(region, operands, _are_distinct(anchor))
+
+    def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
+        """Nobody else reads what a single expert gives."""
+        assert isinstance(reading, ExpertsReading)
+        made = flow.descendants([reading.operands.x])
+        for node, reader in outside_users(flow, region.nodes, region.outputs).items():
+            if node in made and is_float(node):
+                raise Mismatch(f"{node.name}, what single experts give, is also read by {reader.name}")
+
+    def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
+        """Stacks of two or three matrices an expert are used with these integers, not with others made of them."""
+        if any(_is_pairs(flow, source) for source in flow.inputs[anchor]):
+            return False
+        for out in _exits(flow, anchor):
+            inside = flow.between([anchor], [out]) - {anchor}
+            if are_projections(_stacks_above(flow, anchor, out, inside)):
+                return True
+        return False
+
+    def hint(self, reason: str) -> str:
+        """What to change."""
+        return "the recognised form is sum_j w_j down_e(act(gate_e(x), up_e(x))) with SiTU or SwiGLU"
+
+
+def _matrices(flow: Dataflow) -> set[fx.Node]:
+    """Tensors of the caller that may hold one matrix for each expert."""
+
+    def find() -> set[fx.Node]:
+        return {node for node in flow.nodes if node.op == "placeholder" and is_float(node) and len(shape_of(node)) == 3}
+
+    return flow.remember("matrices", find)
+
+
+def _stacks(flow: Dataflow, anchor: fx.Node) -> set[fx.Node]:
+    """Those that are not the tokens [B, T, L] themselves."""
+    rows = shape_of(anchor)[0]
+    return {node for node in _matrices(flow) if is_parameter(node) or shape_of(node)[0] * shape_of(node)[1] != rows}
+
+
+def _is_pairs(flow: Dataflow, node: fx.Node) -> bool:
+    return is_integer(node) and len(shape_of(node)) == 2 and node not in flow.constants
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """The integers that a view or a cast was made from, where they are the same and all of them."""
+    if not (is_view(node) or node.target in _CASTS) or not node.args:
+        return None
+    source = node.args[0]
+    same = isinstance(source, fx.Node) and is_integer(source) and numel_of(source) == numel_of(node)
+    return source if same and isinstance(source, fx.Node) else None
+
+
+def _as_first_written(node: fx.Node) -> fx.Node:
+    """The first integers [N, k] of a chain of views and casts."""
+    first, current = node, _source(node)
+    while current is not None:
+        if shape_of(current) == shape_of(node):
+            first = current
+        current = _source(current)
+    return first
+
+
+def _exits(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
+    """Rows of floats, one for each token, that everything made from the experts goes through, the nearest first."""
+    rows = shape_of(anchor)[0]
+    found = []
+    for node in flow.post_dominators(anchor):
+        if is_float(node) and len(shape_of(node)) == 2 and shape_of(node)[0] == rows:
+            found.append(node)
+        if len(found) == _MOST_EXITS:
+            break
+    return found
+
+
+def _weights_inside(flow: Dataflow, anchor: fx.Node, inside: Collection[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
+    """Weights that were made from the experts, the last first; or none where the caller gives them."""
+    made = [node for node in flow.in_order(inside) if is_float(node) and shape_of(node) == shape_of(anchor)]
+    for node in made[::-1][:_MOST_WEIGHTS]:
+        yield (node,)
+    yield ()
+
+
+def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
+    """The stacks that `out` is made with, without those behind the tokens and the weights."""
+    stacks, rows = _stacks(flow, anchor), shape_of(anchor)[0]
+
+    def is_row(node: fx.Node) -> bool:
+        if node is anchor:
+            return True
+        plain = is_float(node) and len(shape_of(node)) == 2 and shape_of(node)[0] == rows and node not in inside
+        return plain and not any(_stack_behind(source) in stacks for source in flow.inputs[node])
+
+    return flow.in_order(flow.ancestors([out], stop=is_row) & stacks)
+
+
+def _stack_behind(node: fx.Node) -> fx.Node:
+    while (is_view(node) or node.target in _CASTS) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _may_be_leaf(flow: Dataflow, pairs: tuple[int, ...], node: fx.Node) -> bool:
+    """Whether the shape is that of weights or of tokens."""
+    shape = shape_of(node)
+    if not is_float(node) or len(shape) != 2 or shape[0] != pairs[0]:
+        return False
+    widths = {size for stack in _matrices(flow) for size in shape_of(stack)[1:]}
+    return shape == pairs or shape[1] in widths
+
+
+def _are_distinct(experts: fx.Node) -> bool:
+    """Whether no row can name an expert twice: places that a top-k or a sort gave."""
+    node = same_size_base(experts)
+    while node.target in (*_CASTS, ATEN.slice.Tensor) and isinstance(node.args[0], fx.Node):
+        node = same_size_base(node.args[0])
+    if node.target in _ARGSORTS:
+        return True
+    maker = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if maker is None or getattr(node.target, "__name__", "") != "getitem" or node.args[1] != 1:
+        return False
+    return maker.target in _SELECTIONS or str(maker.target) == _GATING

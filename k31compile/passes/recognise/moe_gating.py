@@ -1,0 +1,159 @@
+"""The router of a mixture of experts in anyone's spelling: who is chosen, and with what weight (K3.1 spec 2.18).
+
+score = sigmoid(logits) or softmax(logits);  the k best of score + bias;  their scores, renormalised, times a factor
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import fx
+
+from k31compile.graph.confirm import Mismatch, Reading
+from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.region import Region
+from k31compile.graph.sizes import is_float, numel_of, shape_of
+from k31compile.passes.recognise.contractions import is_contraction, nearest_contractions, operands
+from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.gating_reading import GatingReading
+from k31compile.passes.recognise.operands import weight_operands
+from k31compile.passes.recognise.selection import Selection, selection_of
+
+# The best words of a vocabulary are chosen by a top-k and a softmax too.
+_MOST_EXPERTS = 4096
+_MOST_EXITS = 6
+_SCORES = {
+    ATEN.sigmoid.default,
+    ATEN.special_expit.default,
+    ATEN.softmax.int,
+    ATEN._softmax.default,
+    ATEN.exp.default,
+}
+
+
+class MoeGatingRecogniser(Recogniser):
+    """Anchored on a selection along the last dimension whose experts get weights of the same shape."""
+
+    name = "moe_gating_top_k"
+
+    def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
+        """The later selections first: what ranks groups stands before what chooses experts."""
+        return [node for node in reversed(flow.nodes) if _selection(flow, node) is not None and _exits(flow, node)]
+
+    def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
+        """From the scores to the experts and their weights, the last node of the weights' shape first."""
+        selection = _selection(flow, anchor)
+        assert selection is not None
+        found = False
+        for weights in _exits(flow, anchor):
+            outputs = (weights, selection.final)
+            scores = _score_functions(flow, (weights, selection.scores), numel_of(selection.scores))
+            if not scores:
+                continue
+            found = True
+            core = flow.between([*scores, anchor], outputs) | set(outputs)
+            eligible = functools.cache(functools.partial(_may_be_leaf, shape_of(selection.scores)))
+            yield Demand(outputs, frozenset(core), eligible)
+        if not found:
+            raise Mismatch("its scores are neither a sigmoid nor a softmax")
+
+    def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
+        """The logits before their sign was turned for 1 / (1 + exp(-x)), then as found."""
+        turned = tuple(_behind_sign(leaf) for leaf in leaves)
+        if turned != leaves:
+            yield turned
+        yield leaves
+
+    def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
+        """Logits and bias are told apart by shape, and by running where there is one row."""
+        selection = _selection(flow, anchor)
+        assert selection is not None
+        experts, rank = shape_of(selection.scores)[-1], len(shape_of(selection.final))
+        if len(region.leaves) > 2 or not all(is_float(leaf) for leaf in region.leaves):
+            return
+        for logits in region.leaves:
+            shape = shape_of(logits)
+            if numel_of(logits) == numel_of(selection.scores) and len(shape) > 1 and rank in (2, len(shape)):
+                biases = [leaf for leaf in region.leaves if leaf is not logits]
+                if all(numel_of(bias) == experts for bias in biases):
+                    yield GatingReading(region, selection, logits, biases[0] if biases else None)
+
+    def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
+        """Weights and experts come from one choice: nobody reads a weight that the author's top-k gave."""
+        assert isinstance(reading, GatingReading)
+        chosen = flow.descendants([reading.selection.anchor])
+        for node, reader in outside_users(flow, region.nodes, region.outputs).items():
+            if node in chosen and numel_of(node) <= numel_of(region.outputs[1]):
+                raise Mismatch(f"{node.name}, a weight before it is finished, is also read by {reader.name}")
+
+    def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
+        """The scores come from a product with a weight, as a router's do."""
+        selection = _selection(flow, anchor)
+        assert selection is not None
+        weights = weight_operands(flow)
+        near = nearest_contractions(flow, [selection.scores])
+        return bool(near) and all(weights.intersection(operands(node)) for node in near)
+
+    def hint(self, reason: str) -> str:
+        """What to change."""
+        if "also read" in reason:
+            return "use only the finished weights"
+        return "the recognised form is s = sigmoid(x); e = topk(s + bias); w = s[e] / (sum s[e] + eps) * factor"
+
+
+def _selection(flow: Dataflow, node: fx.Node) -> Selection | None:
+    """The selection of at most a few of some experts at `node`, along the last dimension."""
+    selection = selection_of(flow, node)
+    if selection is None or not isinstance(selection.count, int):
+        return None
+    shape = shape_of(selection.scores)
+    fits = len(shape) > 1 and selection.dim == len(shape) - 1 and shape[-1] <= _MOST_EXPERTS
+    return selection if fits and selection.largest else None
+
+
+def _exits(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
+    """Floats of the experts' shape that are reached from the selection through nothing wider, the last first."""
+    selection = _selection(flow, anchor)
+    assert selection is not None
+    shape, limit = shape_of(selection.final), numel_of(selection.final)
+    near = {anchor, *flow.users[anchor]}
+    start = [anchor, selection.final]
+    reached = flow.descendants(start, stop=lambda node: node not in near and numel_of(node) > limit)
+    exits = [node for node in reached if is_float(node) and shape_of(node) == shape and node in flow.live]
+    return flow.in_order(exits)[::-1][:_MOST_EXITS]
+
+
+def _score_functions(flow: Dataflow, starts: Iterable[fx.Node], widest: int) -> list[fx.Node]:
+    """The sigmoids, softmaxes and exponentials met first on every way up, before any product with a weight."""
+    found: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    todo = list(starts)
+    while todo:
+        node = todo.pop()
+        if node in seen or node in flow.constants or numel_of(node) > widest:
+            continue
+        seen.add(node)
+        if node.target in _SCORES:
+            found.append(node)
+        elif not is_contraction(node) or not _has_weight(flow, node):
+            todo.extend(flow.inputs[node])
+    return found
+
+
+def _has_weight(flow: Dataflow, node: fx.Node) -> bool:
+    return node.target is ATEN.linear.default or bool(weight_operands(flow).intersection(operands(node)))
+
+
+def _behind_sign(leaf: fx.Node) -> fx.Node:
+    source = leaf.args[0] if leaf.target is ATEN.neg.default else leaf
+    return source if isinstance(source, fx.Node) else leaf
+
+
+def _may_be_leaf(scores: Sequence[int], node: fx.Node) -> bool:
+    """Whether the shape is that of logits, or of one number for each expert."""
+    shape = shape_of(node)
+    if not is_float(node) or not shape or shape[-1] != scores[-1]:
+        return False
+    rows = 1
+    for size in scores[:-1]:
+        rows *= size
+    return numel_of(node) in (scores[-1], rows * scores[-1])
