@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 from k31compile.errors import NotBuiltYetError, OptionError
 
 FUSIONS = (
+    "attn_res_update",
     "gated_delta_chunk",
     "gated_delta_recurrent",
     "kda_chunk",
@@ -25,7 +26,6 @@ FUSIONS = (
 
 PLANNED_FUSIONS = (
     "attn_res_prepare",
-    "attn_res_update",
     "gated_rms_norm",
     "grouped_experts",
     "indexer_prolog",
