@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 from k31compile.errors import NotBuiltYetError, OptionError
 
 FUSIONS = (
+    "attn_res_prepare",
     "attn_res_update",
     "gated_delta_chunk",
     "gated_delta_recurrent",
@@ -25,7 +26,6 @@ FUSIONS = (
 """The fusions that this version has."""
 
 PLANNED_FUSIONS = (
-    "attn_res_prepare",
     "gated_rms_norm",
     "grouped_experts",
     "indexer_prolog",

@@ -27,6 +27,10 @@ OPERANDS = {
     "gate": -_normal(B, T, H, 6).abs(),
     "beta": torch.rand((B, T, H), generator=_GENERATOR),
     "state": _normal(B, H, 6, 7),
+    # for attention over depth: frozen block sums, the running one, a learned query
+    "frozen": _normal(3, B, T, D),
+    "running": _normal(B, T, D),
+    "depth_query": _normal(D),
 }
 indexer = torch.ops.k31.lightning_indexer
 attention = torch.ops.k31.sparse_flash_attention
@@ -80,19 +84,19 @@ def delta_steps(query, key, value, decays, beta, state):
     return torch.stack(out, 1)
 
 
-def kda_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return delta_steps(query, key, value, gate.exp().unsqueeze(-1), beta, state)
 
 
-def kda_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.kda_recurrent(query, key, value, gate, beta, state, scale=1.0, state_layout="KV")[0]
 
 
-def gated_delta_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return delta_steps(query, key, value, gate[..., 0].exp()[..., None, None], beta, state)
 
 
-def gated_delta_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     given = (query, key, value, gate[..., 0], beta, state)
     return torch.ops.k31.gated_delta_recurrent(*given, scale=1.0, state_layout="KV")[0]
 
@@ -103,7 +107,7 @@ def in_one_chunk(query, key, value, beta, overlap, readout):
     return (readout.tril() @ (inverse @ (b * value.transpose(1, 2)))).transpose(1, 2).contiguous()
 
 
-def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     total = gate.cumsum(1).transpose(1, 2)
     decay = (total[:, :, :, None] - total[:, :, None]).exp()
     at, of = query.transpose(1, 2)[:, :, :, None], key.transpose(1, 2)
@@ -111,21 +115,55 @@ def kda_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
     return in_one_chunk(query, key, value, beta, overlap, readout)
 
 
-def kda_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def kda_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.kda_chunk(query, key, value, gate, beta, None, scale=1.0, state_layout="KV")[0]
 
 
-def gated_delta_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_chunk_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     total = gate[..., 0].cumsum(1).transpose(1, 2)
     decay, of = (total[..., None] - total[..., None, :]).exp(), key.transpose(1, 2)
     return in_one_chunk(query, key, value, beta, decay * (of @ of.mT), decay * (query.transpose(1, 2) @ of.mT))
 
 
-def gated_delta_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state):
+def gated_delta_chunk_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.gated_delta_chunk(query, key, value, gate[..., 0], beta, None, scale=1.0, state_layout="KV")[0]
 
 
+def over_depth(values, query):
+    logits = (values * query).sum(-1) * torch.rsqrt(values.square().mean(-1) + 1e-5)
+    return (logits.softmax(-1).unsqueeze(-1) * values).sum(-2)
+
+
+def prepared(bank, query):
+    found = torch.ops.k31.attn_res_prepare(bank, query.unsqueeze(0), eps=1e-5)
+    return [part.select(1, 0) for part in found]
+
+
+def attn_res_prepare_before(q, k, w, c, i, query, key, value, gate, beta, state, frozen, running, depth_query, *_):
+    return over_depth(frozen.movedim(0, 2), depth_query)
+
+
+def attn_res_prepare_expected(q, k, w, c, i, query, key, value, gate, beta, state, frozen, running, depth_query, *_):
+    _, total, mixture = prepared(frozen.permute(1, 2, 0, 3).view(B * T, 3, D), depth_query)
+    return (mixture / total.unsqueeze(-1)).view(B, T, D)
+
+
+def attn_res_update_before(q, k, w, c, i, query, key, value, gate, beta, state, frozen, running, depth_query, *_):
+    return over_depth(torch.stack([*frozen.unbind(0), running], dim=-2), depth_query)
+
+
+def attn_res_update_expected(q, k, w, c, i, query, key, value, gate, beta, state, frozen, running, depth_query, *_):
+    rows = [row.view(B * T, 1, D) for row in frozen.unbind(0)]
+    found = prepared(torch.cat(rows, dim=1), depth_query)
+    joined = torch.ops.k31.attn_res_update(
+        running.view(B * T, D), None, *found, depth_query, eps=1e-5, dtype=running.dtype
+    )
+    return joined[1].view(B, T, D)
+
+
 PROGRAMS = {
+    "fuse_attn_res_prepare": (attn_res_prepare_before, attn_res_prepare_expected),
+    "fuse_attn_res_update": (attn_res_update_before, attn_res_update_expected),
     "fuse_gated_delta_chunk": (gated_delta_chunk_before, gated_delta_chunk_expected),
     "fuse_gated_delta_recurrent": (gated_delta_recurrent_before, gated_delta_recurrent_expected),
     "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),

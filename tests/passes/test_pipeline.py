@@ -128,7 +128,7 @@ def test_strict_lets_a_far_miss_pass(only):
 
 
 def test_strict_raises_for_a_near_miss_of_a_real_pass():
-    def program(q, k, w, c, i):
+    def program(q, k, w, c, i, *_):
         scores = scored(q, k, w)
         found = scores.topk(4)
         return found.values, found.indices

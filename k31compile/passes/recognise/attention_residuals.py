@@ -3,6 +3,7 @@
 h = sum_i softmax_i(<query, v_i> rsqrt(mean(v_i^2) + eps)) v_i
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 
 from torch import fx
@@ -40,13 +41,10 @@ class AttentionResidualsRecogniser(Recogniser):
             inner = flow.ancestors([depth.out], stop=sources.__contains__) - sources
             if len(inner) > _MOST_NODES or not inner.issuperset(depth.roots):
                 continue
-            below = flow.descendants([*depth.roots, *depth.starts], stop=lambda node, end=depth.out: node is end)
+            below = flow.descendants([*depth.roots, *depth.starts], stop=frozenset([depth.out]).__contains__)
             core = frozenset((below & inner) | {depth.out})
             lower = flow.descendants(depth.sources)
-
-            def eligible(node: fx.Node, width: int = depth.width, lower: set[fx.Node] = lower) -> bool:
-                return is_float(node) and numel_of(node) == width and shape_of(node)[-1] == width and node not in lower
-
+            eligible = functools.partial(_may_be_a_vector, depth.width, lower)
             yield Demand((_with_cast(flow, depth.out),), core, eligible, depth.sources)
 
     def _depths(self, flow: Dataflow, anchor: fx.Node) -> list[Depth]:
@@ -89,6 +87,11 @@ class AttentionResidualsRecogniser(Recogniser):
         if "also read" in reason:
             return "return the mixture without its weights"
         return "the recognised form is h = sum_i softmax_i(<query, v_i> rsqrt(mean(v_i^2) + eps)) v_i"
+
+
+def _may_be_a_vector(width: int, lower: set[fx.Node], node: fx.Node) -> bool:
+    """Whether a value has as many numbers as a row and does not depend on the sources."""
+    return is_float(node) and numel_of(node) == width and shape_of(node)[-1] == width and node not in lower
 
 
 def _has_partial(depth: Depth) -> bool:

@@ -168,8 +168,8 @@ def _find_roots(flow: Dataflow) -> Iterator[tuple[fx.Node, _Root]]:
     for node in flow.nodes:
         if node in flow.constants or node.op != "call_function":
             continue
-        if node.target is ATEN.rms_norm.default and len(node.args[1]) == 1:  # type: ignore[arg-type]
-            yield node, _Root(node.args[0], shape_of(node)[-1])  # type: ignore[arg-type]
+        if node.target is ATEN.rms_norm.default and len(node.args[1]) == 1:
+            yield node, _Root(node.args[0], shape_of(node)[-1])
         elif node.target in _ROOTS:
             squared = _mean_square(flow, node)
             if squared is not None:

@@ -12,7 +12,8 @@ from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_erro
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.evaluate import run_in_float64
 from k31compile.graph.region import Region
-from k31compile.graph.sizes import Substitution, is_tensor, shape_of, shape_under, symbols_of, value_of
+from k31compile.graph.sizes import Substitution, is_tensor, numel_of, shape_of, shape_under, symbols_of, value_of
+from k31compile.graph.views import is_view
 from k31compile.passes.recognise.operands import Values, spread
 
 _HIDES = {ATEN.masked_fill.Scalar, ATEN.masked_fill.Tensor, ATEN.where.self, ATEN.where.ScalarSelf}
@@ -32,8 +33,17 @@ class Source:
     def rows(self, values: Values) -> torch.Tensor:
         """The block sums as [M, n, D]."""
         value = values[self.leaf]
-        moved = value.unsqueeze(-2) if self.axis is None else value.movedim(self.axis, -2)
-        return moved.unsqueeze(0) if moved.dim() == 2 else moved.flatten(0, -3)
+        if self.axis is None:
+            return _viewed(value, (_count(value.shape[:-1]), 1, value.shape[-1]))
+        tokens = [d for d in range(value.dim() - 1) if d != self.axis]
+        order = (*tokens, self.axis, value.dim() - 1)
+        moved = value if order == tuple(range(value.dim())) else value.permute(order)
+        return _viewed(moved, (_count(moved.shape[:-2]), *moved.shape[-2:]))
+
+    def row(self, values: Values) -> torch.Tensor:
+        """The only block sum as [M, D]."""
+        value = values[self.leaf]
+        return _viewed(value, (_count(value.shape[:-1]), value.shape[-1]))
 
     def count(self, substitution: Substitution) -> int:
         """How many blocks there are."""
@@ -151,19 +161,20 @@ class DepthReading(Reading):
         return (self._as_output(mixed, dict(zip(self.region.leaves, leaves, strict=True))),)
 
     def _mixed(self, values: Values, dtype: torch.dtype) -> torch.Tensor:
-        query = functools.reduce(operator.mul, (_at_least_float32(values[w]).flatten() for w in self.weights))
+        query = functools.reduce(operator.mul, (_as_query(values[w]) for w in self.weights))
         if self.scale != 1.0:
             query = query * self.scale
         bank = self._bank(values)
         maximum, total, mixture = torch.ops.k31.attn_res_prepare(bank, query.unsqueeze(0), eps=self.eps)
         maximum, total, mixture = maximum.select(1, 0), total.select(1, 0), mixture.select(1, 0)
         if self.partial is None:
-            return (mixture / total.unsqueeze(-1)).to(dtype)
-        partial = self.partial.rows(values).squeeze(1)
-        joined = torch.ops.k31.attn_res_update(
+            alone: torch.Tensor = mixture / total.unsqueeze(-1)
+            return alone if alone.dtype == dtype else alone.to(dtype)
+        partial = self.partial.row(values)
+        joined: Sequence[torch.Tensor] = torch.ops.k31.attn_res_update(
             partial, None, maximum, total, mixture, query, eps=self.eps, dtype=dtype
         )
-        return joined[1]  # type: ignore[no-any-return]
+        return joined[1]
 
     def _bank(self, values: Values) -> torch.Tensor:
         """[M, N, D], the frozen sums that count."""
@@ -223,7 +234,9 @@ def _axes(leaves: Sequence[fx.Node], out: fx.Node) -> Iterator[tuple[Source, ...
         axes = [d for d in (*range(len(shape) - 2, -1, -1),) if _without(shape, d) in (tokens, _product(tokens))]
         if len(tokens) == 1:
             count = tokens[0]
-            axes += [d for d in range(len(shape) - 2, -1, -1) if d not in axes and _product(_without(shape, d)) == [count]]
+            axes += [
+                d for d in range(len(shape) - 2, -1, -1) if d not in axes and _product(_without(shape, d)) == [count]
+            ]
     for axis in axes:
         for others in _axes(leaves[1:], out):
             yield (Source(first, axis), *others)
@@ -234,16 +247,19 @@ def _without(shape: Sequence[int], dim: int) -> list[int]:
 
 
 def _product(sizes: Sequence[int]) -> list[int]:
-    return [functools.reduce(operator.mul, sizes, 1)]
+    return [_count(sizes)]
 
 
 def _holds_one(leaf: fx.Node, out: fx.Node) -> bool:
-    return functools.reduce(operator.mul, shape_of(leaf), 1) == functools.reduce(operator.mul, shape_of(out), 1)
+    return numel_of(leaf) == numel_of(out)
 
 
 def _age(flow: Dataflow, leaf: fx.Node) -> int:
-    """The place of a computed value; what is given is older than all of them."""
-    return -1 if leaf.op == "placeholder" else flow.position[leaf]
+    """The place of a computed value; what is given, or a part of it, is older than all of them."""
+    node = leaf
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return -1 if node.op == "placeholder" else flow.position[leaf]
 
 
 def _those(rows: torch.Tensor, counted: Sequence[bool]) -> list[torch.Tensor]:
@@ -261,8 +277,21 @@ def _those(rows: torch.Tensor, counted: Sequence[bool]) -> list[torch.Tensor]:
     return found
 
 
-def _at_least_float32(weight: torch.Tensor) -> torch.Tensor:
-    return weight if weight.dtype == torch.float64 else weight.to(torch.float32)
+def _as_query(weight: torch.Tensor) -> torch.Tensor:
+    wide = weight if weight.dtype in (torch.float64, torch.float32) else weight.to(torch.float32)
+    return wide if wide.dim() == 1 else _viewed(wide, (wide.shape[-1],))
+
+
+def _count(sizes: Sequence[int]) -> int:
+    return functools.reduce(operator.mul, sizes, 1)
+
+
+def _viewed(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A view where the strides allow one, else a copy."""
+    try:
+        return value.view(shape)
+    except RuntimeError:
+        return value.clone(memory_format=torch.contiguous_format).view(shape)
 
 
 def _numbers(region: Region, *targets: object) -> list[float]:
