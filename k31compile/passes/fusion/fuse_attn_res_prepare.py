@@ -25,7 +25,7 @@ def fuse_attn_res_prepare(module: fx.GraphModule, options: Options) -> PassResul
 
     Refuses when:
         the rows that are mixed are not those whose logits were taken, normed ones for example;
-        the weights over depth are also read by something else.
+        the weights over depth are also read by something else (no sentence is said then).
     """
     findings = recognise(module, AttentionResidualsRecogniser("attn_res_prepare"))
     joined = share_prepares(module)

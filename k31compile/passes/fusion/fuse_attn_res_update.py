@@ -23,7 +23,7 @@ def fuse_attn_res_update(module: fx.GraphModule, options: Options) -> PassResult
 
     Refuses when:
         the rows that are mixed are not those whose logits were taken, normed ones for example;
-        the weights over depth are also read by something else;
+        the weights over depth are also read by something else (no sentence is said then);
         the logits hold more than the product with one learned vector over the root mean square.
     """
     findings = recognise(module, AttentionResidualsRecogniser("attn_res_update"))

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from k31compile.graph.confirm import Mismatch, Reading
-from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.confirm import Reading
+from k31compile.graph.dataflow import Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
 from k31compile.passes.recognise.depth_anchor import SDPA, SOFTMAXES, Depth, depth_anchors, depths
 from k31compile.passes.recognise.depth_reading import depth_readings
-from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.engine import Demand, Recogniser
 
 _MOST_OUTPUTS, _MOST_NODES, _MOST_READINGS = 3, 400, 48
 
@@ -72,10 +72,7 @@ class AttentionResidualsRecogniser(Recogniser):
                     yield reading
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
-        """Nobody else reads the weights: they would have to be computed all the same."""
-        for node, reader in outside_users(flow, region.nodes, region.outputs).items():
-            if node.target in SOFTMAXES or node.target is ATEN.exp.default:
-                raise Mismatch(f"the weights over depth ({node.name}) are also read by {reader.name}")
+        """Nothing more: the output is passed by everything that reads the weights."""
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
         """A softmax, or an attention, with as many weights as there are sources."""
@@ -84,8 +81,6 @@ class AttentionResidualsRecogniser(Recogniser):
 
     def hint(self, reason: str) -> str:
         """What to change."""
-        if "also read" in reason:
-            return "return the mixture without its weights"
         return "the recognised form is h = sum_i softmax_i(<query, v_i> rsqrt(mean(v_i^2) + eps)) v_i"
 
 
