@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from torch import fx
 
 from k31compile.graph.confirm import Reading
-from k31compile.graph.dataflow import Dataflow
+from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
 from k31compile.passes.recognise.depth_anchor import SDPA, SOFTMAXES, Depth, depth_anchors, depths
