@@ -54,7 +54,20 @@ def depth_anchors(flow: Dataflow) -> list[fx.Node]:
     if not roots:
         return []
     counts = {numel_of(root.of) // root.width for root in roots.values()}
-    return [node for node in flow.nodes if node not in flow.constants and _fits(node, counts)]
+    fitting = [node for node in flow.nodes if node not in flow.constants and _fits(node, counts)]
+    return [node for node in fitting if _weighs_all(flow, node)]
+
+
+def _weighs_all(flow: Dataflow, anchor: fx.Node) -> bool:
+    """Whether root mean squares are near, and for a softmax of as many rows as it has weights."""
+    roots, sources = _roots_above(flow, (anchor,))
+    widths = {_roots(flow)[root].width for root in roots}
+    if len(widths) != 1:
+        return False
+    total = sum(numel_of(source) for source in sources)
+    if anchor.target is SDPA:
+        return total == numel_of(anchor.args[1])  # type: ignore[arg-type]
+    return anchor.target not in SOFTMAXES or total == numel_of(anchor) * widths.pop()
 
 
 def _fits(node: fx.Node, counts: set[int]) -> bool:
