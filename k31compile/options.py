@@ -13,6 +13,8 @@ from typing import Any, Literal, NoReturn
 from k31compile.errors import NotBuiltYetError, OptionError
 
 FUSIONS = (
+    "attn_res_prepare",
+    "attn_res_update",
     "gated_delta_chunk",
     "gated_delta_recurrent",
     "gated_rms_norm",
@@ -28,8 +30,6 @@ FUSIONS = (
 """The fusions that this version has."""
 
 PLANNED_FUSIONS = (
-    "attn_res_prepare",
-    "attn_res_update",
     "indexer_prolog",
     "lightning_indexer_quant",
     "mega_kda",

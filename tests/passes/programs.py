@@ -42,6 +42,10 @@ OPERANDS = {
     "shares": torch.rand((8, 3), generator=_GENERATOR),
     "gate_up": _normal(12, 14, 10),
     "down": _normal(12, 10, 7),
+    # for attention over depth: frozen block sums, the running one, a learned query
+    "frozen": _normal(3, B, T, D),
+    "running": _normal(B, T, D),
+    "depth_query": _normal(D),
 }
 # For programs of the indexer and its attention alone.
 INDEXED = {name: OPERANDS[name] for name in "qkwci"}
@@ -193,7 +197,45 @@ def experts_expected(*operands):
     return torch.ops.k31.grouped_experts(tokens, experts, shares, [gate_up[:, :7]], [gate_up[:, 7:14]], [down])
 
 
+def over_depth(values, query):
+    logits = (values * query).sum(-1) * torch.rsqrt(values.square().mean(-1) + 1e-5)
+    return (logits.softmax(-1).unsqueeze(-1) * values).sum(-2)
+
+
+def prepared(bank, query):
+    found = torch.ops.k31.attn_res_prepare(bank, query.unsqueeze(0), eps=1e-5)
+    return [part.select(1, 0) for part in found]
+
+
+def attn_res_prepare_before(*operands):
+    frozen, running, depth_query = named(operands, "frozen", "running", "depth_query")
+    return over_depth(frozen.movedim(0, 2), depth_query)
+
+
+def attn_res_prepare_expected(*operands):
+    frozen, running, depth_query = named(operands, "frozen", "running", "depth_query")
+    _, total, mixture = prepared(frozen.permute(1, 2, 0, 3).view(B * T, 3, D), depth_query)
+    return (mixture / total.unsqueeze(-1)).view(B, T, D)
+
+
+def attn_res_update_before(*operands):
+    frozen, running, depth_query = named(operands, "frozen", "running", "depth_query")
+    return over_depth(torch.stack([*frozen.unbind(0), running], dim=-2), depth_query)
+
+
+def attn_res_update_expected(*operands):
+    frozen, running, depth_query = named(operands, "frozen", "running", "depth_query")
+    rows = [row.view(B * T, 1, D) for row in frozen.unbind(0)]
+    found = prepared(torch.cat(rows, dim=1), depth_query)
+    joined = torch.ops.k31.attn_res_update(
+        running.view(B * T, D), None, *found, depth_query, eps=1e-5, dtype=running.dtype
+    )
+    return joined[1].view(B, T, D)
+
+
 PROGRAMS = {
+    "fuse_attn_res_prepare": (attn_res_prepare_before, attn_res_prepare_expected),
+    "fuse_attn_res_update": (attn_res_update_before, attn_res_update_expected),
     "fuse_gated_delta_chunk": (gated_delta_chunk_before, gated_delta_chunk_expected),
     "fuse_gated_delta_recurrent": (gated_delta_recurrent_before, gated_delta_recurrent_expected),
     "fuse_gated_rms_norm": (gated_rms_norm_before, gated_rms_norm_expected),

@@ -11,8 +11,6 @@ from k31compile.passes.layout import static_top_k as module_under_test
 from k31compile.passes.layout.static_top_k import is_static_top_k, static_top_k
 from k31compile.passes.pipeline import run_pipeline
 
-OPERANDS = {name: ALL_OPERANDS[name] for name in "qkwci"}
-
 LENGTHS = torch.tensor([7, 9])
 
 
