@@ -208,12 +208,12 @@ def prepared(bank, query):
 
 
 def attn_res_prepare_before(*operands):
-    frozen, running, depth_query = named(operands, "frozen", "running", "depth_query")
+    frozen, _running, depth_query = named(operands, "frozen", "running", "depth_query")
     return over_depth(frozen.movedim(0, 2), depth_query)
 
 
 def attn_res_prepare_expected(*operands):
-    frozen, running, depth_query = named(operands, "frozen", "running", "depth_query")
+    frozen, _running, depth_query = named(operands, "frozen", "running", "depth_query")
     _, total, mixture = prepared(frozen.permute(1, 2, 0, 3).view(B * T, 3, D), depth_query)
     return (mixture / total.unsqueeze(-1)).view(B, T, D)
 
