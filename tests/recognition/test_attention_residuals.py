@@ -10,8 +10,12 @@ from torch.nn.functional import rms_norm
 from torch.utils import _pytree as pytree
 
 import k31compile
+from k31compile.options import Options
+from k31compile.passes.pipeline import run_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
+from captured import operators, sketch
 from catalogue import NEAR_MISSES, SPELLINGS
 from operands import EPS, operands
 
@@ -251,3 +255,33 @@ def test_attention_with_normed_keys_and_a_router_are_not_mentioned():
     result = run(program, normal(2, 5, 12), normal(2, 9, 12, seed=1), normal(6, 12), normal(12, seed=3), stable=False)
     assert not result.fused
     assert not result.refused, result.reasons
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_residual_add_goes_into_the_update(dtype):
+    def program(bank, partial, delta, query):
+        partial = partial + delta
+        return over_depth(torch.cat((bank, partial.unsqueeze(2)), 2).float(), query), partial, partial.relu()
+
+    given = [x.to(dtype) for x in (normal(2, 5, 3, 12), normal(2, 5, 12, seed=1), normal(2, 5, 12, seed=2), normal(12))]
+    module = sketch(program, *given).module
+    rewritten, _ = run_pipeline(module, Options(), "cpu")
+    assert "add" not in operators(rewritten)
+    assert "k31.attn_res_update" in operators(rewritten)
+    rewritten.recompile()
+    mixed, partial, positive = rewritten(*given)
+    want = program(*given)
+    torch.testing.assert_close(mixed, want[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(partial, want[1])
+    assert torch.equal(positive, want[2])
+
+
+def test_an_add_that_the_bank_reads_too_stays():
+    def program(bank, partial, delta, query):
+        partial = partial + delta
+        return over_depth(torch.stack((*bank.unbind(2), partial.neg(), partial), 2), query)
+
+    given = normal(2, 5, 3, 12), normal(2, 5, 12, seed=1), normal(2, 5, 12, seed=2), normal(12)
+    result = run(program, *given, stable=False)
+    assert ours(result) == {"attn_res_prepare": 1, "attn_res_update": 1}
+    assert_equals_eager(result)

@@ -4,6 +4,7 @@ from torch import fx
 
 from k31compile.options import Options
 from k31compile.passes.recognise.attention_residuals import AttentionResidualsRecogniser
+from k31compile.passes.recognise.depth_additions import take_in_additions
 from k31compile.passes.recognise.engine import recognise
 from k31compile.passes.registry import PassResult, register_pass
 
@@ -27,4 +28,5 @@ def fuse_attn_res_update(module: fx.GraphModule, options: Options) -> PassResult
         the logits hold more than the product with one learned vector over the root mean square.
     """
     findings = recognise(module, AttentionResidualsRecogniser("attn_res_update"))
+    take_in_additions(module)
     return PassResult(findings.fused, findings.refused, findings.confirmations)

@@ -61,22 +61,23 @@ def _join(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """One prepare of all queries; each getitem of an old one becomes its rows of the new one's."""
     first = nodes[0]
     with graph.inserting_before(first):
-        queries = _call(graph, first, ATEN.cat.default, ([node.args[1] for node in nodes],), {})
-        whole = _call(graph, first, PREPARE, (first.args[0], queries), dict(first.kwargs))
-        parts = [_call(graph, first, operator.getitem, (whole, i), {}) for i in range(3)]
+        queries = call(graph, first, ATEN.cat.default, ([node.args[1] for node in nodes],))
+        whole = call(graph, first, PREPARE, (first.args[0], queries), dict(first.kwargs))
+        parts = [call(graph, first, operator.getitem, (whole, i)) for i in range(3)]
         start = 0
         for node in nodes:
             count = shape_of(node.args[1])[0]  # type: ignore[arg-type]
             for item in list(node.users):
                 source = parts[item.args[1]]  # type: ignore[index]
-                item.replace_all_uses_with(_call(graph, item, ATEN.narrow.default, (source, 1, start, count), {}))
+                item.replace_all_uses_with(call(graph, item, ATEN.narrow.default, (source, 1, start, count)))
             start += count
     sort_topologically(graph)
     graph.eliminate_dead_code()
 
 
-def _call(graph: fx.Graph, origin: fx.Node, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+def call(graph: fx.Graph, origin: fx.Node, target: Callable[..., Any], args: Any, kwargs: Any = None) -> fx.Node:
     """A node with its fake value, from where `origin` comes from."""
+    kwargs = kwargs or {}
     node = graph.call_function(target, args, kwargs)
     node.meta.update({key: origin.meta[key] for key in ("stack_trace", "nn_module_stack") if key in origin.meta})
     values = fx.map_arg((args, kwargs), value_of)
