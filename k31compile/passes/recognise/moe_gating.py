@@ -4,6 +4,7 @@ score = sigmoid(logits) or softmax(logits);  the k best of score + bias;  their 
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
@@ -21,6 +22,7 @@ from k31compile.passes.recognise.selection import Selection, selection_of
 # The best words of a vocabulary are chosen by a top-k and a softmax too.
 _MOST_EXPERTS = 4096
 _MOST_EXITS = 6
+_MOST_FIRST = 2
 _SCORES = {
     ATEN.sigmoid.default,
     ATEN.special_expit.default,
@@ -111,15 +113,27 @@ def _selection(flow: Dataflow, node: fx.Node) -> Selection | None:
 
 
 def _exits(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
-    """Floats of the experts' shape that are reached from the selection through nothing wider, the last first."""
+    """Floats of the experts' shape on the way of all weights from the selection, the last first."""
     selection = _selection(flow, anchor)
     assert selection is not None
     shape, limit = shape_of(selection.final), numel_of(selection.final)
     near = {anchor, *flow.users[anchor]}
     start = [anchor, selection.final]
     reached = flow.descendants(start, stop=lambda node: node not in near and numel_of(node) > limit)
-    exits = [node for node in reached if is_float(node) and shape_of(node) == shape and node in flow.live]
-    return flow.in_order(exits)[::-1][:_MOST_EXITS]
+    exits = flow.in_order(n for n in reached if is_float(n) and shape_of(n) == shape and n in flow.live)
+    first: list[fx.Node] = []
+    for node in exits:
+        if not any(other in flow.ancestors([node], stop=lambda n: n is anchor) for other in first):
+            first.append(node)
+        if len(first) == _MOST_FIRST:
+            break
+    chains = [[node, *itertools.takewhile(exits.__contains__, _narrow(flow, node, shape))] for node in first]
+    return [node for chain in chains for node in reversed(chain[:_MOST_EXITS])]
+
+
+def _narrow(flow: Dataflow, node: fx.Node, shape: Sequence[int]) -> Iterator[fx.Node]:
+    """What everything made of a weight goes through, of the weights' shape: sums between are passed by."""
+    return (after for after in flow.post_dominators(node) if is_float(after) and shape_of(after) == shape)
 
 
 def _score_functions(flow: Dataflow, starts: Iterable[fx.Node], widest: int) -> list[fx.Node]:
