@@ -17,7 +17,7 @@ from k31compile.passes.recognise.contractions import is_contraction, nearest_con
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.gating_reading import GatingReading
 from k31compile.passes.recognise.operands import weight_operands
-from k31compile.passes.recognise.selection import Selection, selection_of
+from k31compile.passes.recognise.selection import Selection, is_selection, selection_of
 
 # The best words of a vocabulary are chosen by a top-k and a softmax too.
 _MOST_EXPERTS = 4096
@@ -39,14 +39,15 @@ class MoeGatingRecogniser(Recogniser):
 
     def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
         """The later selections first: what ranks groups stands before what chooses experts."""
-        return [node for node in reversed(flow.nodes) if _selection(flow, node) is not None and _exits(flow, node)]
+        return [node for node in reversed(flow.nodes) if is_selection(node)]
 
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
         """From the scores to the experts and their weights, the last node of the weights' shape first."""
         selection = _selection(flow, anchor)
-        assert selection is not None
-        found = False
-        for weights in _exits(flow, anchor):
+        if selection is None:
+            return
+        found, exits = False, _exits(flow, anchor)
+        for weights in exits:
             outputs = (weights, selection.final)
             scores = _score_functions(flow, (weights, selection.scores), numel_of(selection.scores))
             if not scores:
@@ -55,7 +56,7 @@ class MoeGatingRecogniser(Recogniser):
             core = flow.between([*scores, anchor], outputs) | set(outputs)
             eligible = functools.cache(functools.partial(_may_be_leaf, shape_of(selection.scores)))
             yield Demand(outputs, frozenset(core), eligible)
-        if not found:
+        if exits and not found:
             raise Mismatch("its scores are neither a sigmoid nor a softmax")
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
@@ -90,7 +91,8 @@ class MoeGatingRecogniser(Recogniser):
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
         """The scores come from a product with a weight, as a router's do."""
         selection = _selection(flow, anchor)
-        assert selection is not None
+        if selection is None:
+            return False
         weights = weight_operands(flow)
         near = nearest_contractions(flow, [selection.scores])
         return bool(near) and all(weights.intersection(operands(node)) for node in near)
