@@ -7,6 +7,7 @@ from captured import capture, sketch
 from regions import whole
 
 from k31compile.graph.evaluate import run_in_float64
+from k31compile.graph.region import Region
 from k31compile.graph.sizes import symbols_of
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -152,3 +153,15 @@ def test_a_lent_shape_needs_no_value():
     assert got.shape == (3, 4)
     assert got.dtype == torch.float64
     assert torch.equal(got[1:2], x)
+
+
+def test_grouped_products_run_in_float64():
+    """The operator itself takes bfloat16 only: rows by groups, an empty group among them."""
+    rows, matrices = torch.randn(6, 16), torch.randn(4, 16, 8)
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    found = sketch(lambda x, w, e: F.grouped_mm(x, w, offs=e), rows.bfloat16(), matrices.bfloat16(), ends)
+    leaves = [found.input(i) for i in range(3)]
+    region = Region.between(found.flow, leaves, found.outputs)
+    (got,) = run_in_float64(region, dict(zip(leaves, (rows.double(), matrices.double(), ends), strict=True)), {})
+    want = torch.stack([x @ matrices[g].double() for x, g in zip(rows.double(), (0, 0, 2, 2, 2, 3), strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -202,7 +202,7 @@ def _compares_with_others(region: Region, sizes: Collection[int]) -> bool:
         on_integers = isinstance(first, fx.Node) and is_integer(first)
         compares = getattr(node.target, "__name__", "").partition(".")[0] in COMPARISONS
         if (on_integers or compares) and any(
-            type(number) in (int, float) and abs(number) > 1 and number not in sizes for number in named
+            isinstance(number, int | float) and abs(number) > 1 and number not in sizes for number in named
         ):
             return True
     return False

@@ -44,10 +44,12 @@ class GroupedExpertsRecogniser(Recogniser):
             stacks = _stacks_above(flow, anchor, out, inside)
             if not are_projections(stacks):
                 continue
-            eligible = functools.cache(functools.partial(_may_be_leaf, flow, shape_of(anchor)))
-            for weights in _weights_inside(flow, anchor, inside):
-                above = flow.ancestors(weights, stop=lambda node: node is anchor)
-                yield Demand((out,), frozenset(inside - above), eligible, (anchor, *stacks, *weights))
+            # Tokens are mostly as wide as the result; what is as wide as some projection may be an expert's inside.
+            for widths in ({shape_of(out)[1]}, {size for stack in stacks for size in shape_of(stack)[1:]}):
+                eligible = functools.cache(functools.partial(_may_be_leaf, shape_of(anchor), frozenset(widths)))
+                for weights in _weights_inside(flow, anchor, inside):
+                    above = flow.ancestors(weights, stop=lambda node: node is anchor)
+                    yield Demand((out,), frozenset(inside - above), eligible, (anchor, *stacks, *weights))
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """The leaves as they were found."""
@@ -136,21 +138,21 @@ def _exits(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
 
 
 def _weights_inside(flow: Dataflow, anchor: fx.Node, inside: Collection[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
-    """Weights that were made from the experts, the last first; or none where the caller gives them."""
+    """None where the experts did not make the weights; or weights that were made from the experts, the last first."""
+    yield ()
     made = [node for node in flow.in_order(inside) if is_float(node) and shape_of(node) == shape_of(anchor)]
     for node in made[::-1][:_MOST_WEIGHTS]:
         yield (node,)
-    yield ()
 
 
 def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
     """The stacks that `out` is made with, without those behind the tokens and the weights."""
-    stacks, rows = _stacks(flow, anchor), shape_of(anchor)[0]
+    stacks, (rows, width) = _stacks(flow, anchor), shape_of(out)
 
     def is_row(node: fx.Node) -> bool:
         if node is anchor:
             return True
-        plain = is_float(node) and len(shape_of(node)) == 2 and shape_of(node)[0] == rows and node not in inside
+        plain = is_float(node) and shape_of(node) in (shape_of(anchor), (rows, width)) and node not in inside
         return plain and not any(_stack_behind(source) in stacks for source in flow.inputs[node])
 
     return flow.in_order(flow.ancestors([out], stop=is_row) & stacks)
@@ -162,12 +164,11 @@ def _stack_behind(node: fx.Node) -> fx.Node:
     return node
 
 
-def _may_be_leaf(flow: Dataflow, pairs: tuple[int, ...], node: fx.Node) -> bool:
+def _may_be_leaf(pairs: tuple[int, ...], widths: Collection[int], node: fx.Node) -> bool:
     """Whether the shape is that of weights or of tokens."""
     shape = shape_of(node)
     if not is_float(node) or len(shape) != 2 or shape[0] != pairs[0]:
         return False
-    widths = {size for stack in _matrices(flow) for size in shape_of(stack)[1:]}
     return shape == pairs or shape[1] in widths
 
 

@@ -4,6 +4,7 @@ score = sigmoid(logits) or softmax(logits);  the k best of score + bias;  their 
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import fx
@@ -16,11 +17,12 @@ from k31compile.passes.recognise.contractions import is_contraction, nearest_con
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.gating_reading import GatingReading
 from k31compile.passes.recognise.operands import weight_operands
-from k31compile.passes.recognise.selection import Selection, selection_of
+from k31compile.passes.recognise.selection import Selection, is_selection, selection_of
 
 # The best words of a vocabulary are chosen by a top-k and a softmax too.
 _MOST_EXPERTS = 4096
 _MOST_EXITS = 6
+_MOST_FIRST = 2
 _SCORES = {
     ATEN.sigmoid.default,
     ATEN.special_expit.default,
@@ -37,14 +39,15 @@ class MoeGatingRecogniser(Recogniser):
 
     def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
         """The later selections first: what ranks groups stands before what chooses experts."""
-        return [node for node in reversed(flow.nodes) if _selection(flow, node) is not None and _exits(flow, node)]
+        return [node for node in reversed(flow.nodes) if is_selection(node)]
 
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
         """From the scores to the experts and their weights, the last node of the weights' shape first."""
         selection = _selection(flow, anchor)
-        assert selection is not None
-        found = False
-        for weights in _exits(flow, anchor):
+        if selection is None:
+            return
+        found, exits = False, _exits(flow, anchor)
+        for weights in exits:
             outputs = (weights, selection.final)
             scores = _score_functions(flow, (weights, selection.scores), numel_of(selection.scores))
             if not scores:
@@ -53,7 +56,7 @@ class MoeGatingRecogniser(Recogniser):
             core = flow.between([*scores, anchor], outputs) | set(outputs)
             eligible = functools.cache(functools.partial(_may_be_leaf, shape_of(selection.scores)))
             yield Demand(outputs, frozenset(core), eligible)
-        if not found:
+        if exits and not found:
             raise Mismatch("its scores are neither a sigmoid nor a softmax")
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
@@ -88,7 +91,8 @@ class MoeGatingRecogniser(Recogniser):
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
         """The scores come from a product with a weight, as a router's do."""
         selection = _selection(flow, anchor)
-        assert selection is not None
+        if selection is None:
+            return False
         weights = weight_operands(flow)
         near = nearest_contractions(flow, [selection.scores])
         return bool(near) and all(weights.intersection(operands(node)) for node in near)
@@ -111,15 +115,27 @@ def _selection(flow: Dataflow, node: fx.Node) -> Selection | None:
 
 
 def _exits(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
-    """Floats of the experts' shape that are reached from the selection through nothing wider, the last first."""
+    """Floats of the experts' shape on the way of all weights from the selection, the last first."""
     selection = _selection(flow, anchor)
     assert selection is not None
     shape, limit = shape_of(selection.final), numel_of(selection.final)
     near = {anchor, *flow.users[anchor]}
     start = [anchor, selection.final]
     reached = flow.descendants(start, stop=lambda node: node not in near and numel_of(node) > limit)
-    exits = [node for node in reached if is_float(node) and shape_of(node) == shape and node in flow.live]
-    return flow.in_order(exits)[::-1][:_MOST_EXITS]
+    exits = flow.in_order(n for n in reached if is_float(n) and shape_of(n) == shape and n in flow.live)
+    first: list[fx.Node] = []
+    for node in exits:
+        if not any(other in flow.ancestors([node], stop=lambda n: n is anchor) for other in first):
+            first.append(node)
+        if len(first) == _MOST_FIRST:
+            break
+    chains = [[node, *itertools.takewhile(exits.__contains__, _narrow(flow, node, shape))] for node in first]
+    return [node for chain in chains for node in reversed(chain[:_MOST_EXITS])]
+
+
+def _narrow(flow: Dataflow, node: fx.Node, shape: Sequence[int]) -> Iterator[fx.Node]:
+    """What everything made of a weight goes through, of the weights' shape: sums between are passed by."""
+    return (after for after in flow.post_dominators(node) if is_float(after) and shape_of(after) == shape)
 
 
 def _score_functions(flow: Dataflow, starts: Iterable[fx.Node], widest: int) -> list[fx.Node]:

@@ -45,6 +45,11 @@ class Selection:
         return self._layout(scores).restore(indices, rank)
 
 
+def is_selection(node: fx.Node) -> bool:
+    """Whether the node may be a selection: cheap, for what is asked of every node."""
+    return node.target is ATEN.topk.default or node.target in _SORTS
+
+
 def selection_of(flow: Dataflow, node: fx.Node) -> Selection | None:
     """The selection anchored at `node`, or None where it is none.
 
