@@ -15,6 +15,7 @@ import operands  # noqa: E402
 from captured import capture, operators, sketch  # noqa: E402
 from catalogue import NEAR_MISSES, SPELLINGS  # noqa: E402
 
+import k31compile.kernels  # noqa: E402, F401
 from k31compile.options import Options  # noqa: E402
 from k31compile.passes.pipeline import run_pipeline  # noqa: E402
 
@@ -94,4 +95,5 @@ def fates(recogniser, program, length, every):
     module = sketch(program.fn, *made[0]).module
     names = {node.name for node in module.graph.nodes}
     verdicts = [judge(mutant, recogniser, made) for mutant in list(mutants(module, names))[::every]]
+    assert verdicts[0].fate == "equivalent", verdicts[0]
     return Counter(verdict.fate for verdict in verdicts), [v for v in verdicts if v.fate == "FALSE"]

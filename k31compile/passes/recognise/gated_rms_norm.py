@@ -10,7 +10,7 @@ from functools import partial
 from torch import fx
 
 from k31compile.graph.confirm import Mismatch, Reading
-from k31compile.graph.dataflow import Dataflow
+from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
 from k31compile.graph.views import is_view
@@ -81,7 +81,7 @@ class GatedRMSNormRecogniser(Recogniser):
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
         """A norm over the last axis whose rows are gated right after it."""
-        return any(gate.after for gate in _gates(flow, anchor))
+        return any(gate.after and gate.opener.target is not ATEN.exp.default for gate in _gates(flow, anchor))
 
     def hint(self, reason: str) -> str:
         """What to change."""

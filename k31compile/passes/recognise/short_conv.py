@@ -80,7 +80,9 @@ class ShortConvRecogniser(Recogniser):
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
         """A sum over taps whose inputs have something in front, be it zeros."""
         taps = _taps_of(flow, anchor)
-        return is_padded_in_front(taps) or bool(shifted(flow, taps)[1])
+        longer = [numel_of(window) - numel_of(anchor) for window in shifted(flow, taps)[1]]
+        in_front = {b * kept * taps.channels for b in _batches(taps, anchor) for kept in (taps.count - 1, taps.count)}
+        return is_padded_in_front(taps) or not in_front.isdisjoint(longer)
 
     def hint(self, reason: str) -> str:
         """What to change."""
