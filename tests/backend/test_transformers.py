@@ -8,7 +8,13 @@ import torch
 transformers = pytest.importorskip("transformers", reason="extra hf is not installed")
 
 OPS = {"codegen": "ops"}
-BOTH = {"lightning_indexer": 2, "sparse_flash_attention": 2, "static_top_k": 2}
+BOTH = {
+    "grouped_experts": 1,
+    "lightning_indexer": 2,
+    "moe_gating_top_k": 1,
+    "sparse_flash_attention": 2,
+    "static_top_k": 2,
+}
 TOPK, LENGTH = 16, 65
 
 

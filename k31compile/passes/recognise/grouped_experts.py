@@ -78,6 +78,8 @@ class GroupedExpertsRecogniser(Recogniser):
             return False
         for out in _exits(flow, anchor):
             inside = flow.between([anchor], [out]) - {anchor}
+            if inside & _other_choices(flow):
+                return False  # what lies behind another choice is that one's: integers of an indexer end there
             if are_projections(_stacks_above(flow, anchor, out, inside)):
                 return True
         return False
@@ -85,6 +87,12 @@ class GroupedExpertsRecogniser(Recogniser):
     def hint(self, reason: str) -> str:
         """What to change."""
         return "the recognised form is sum_j w_j down_e(act(gate_e(x), up_e(x))) with SiTU or SwiGLU"
+
+
+def _other_choices(flow: Dataflow) -> set[fx.Node]:
+    """Softmaxes, and choices of the best: no expert's product holds one."""
+    targets = {ATEN.softmax.int, ATEN._softmax.default, ATEN.topk.default, ATEN.scaled_dot_product_attention.default}
+    return flow.remember("other choices", lambda: {node for node in flow.nodes if node.target in targets})
 
 
 def _matrices(flow: Dataflow) -> set[fx.Node]:
