@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import networkx as nx
+from networkx.algorithms.flow import shortest_augmenting_path
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
@@ -116,8 +117,8 @@ def _nearest_cut(
     if "source" not in graph or "sink" not in graph:
         return ()
     try:
-        # networkx gives the minimum cut that lies nearest to the sink.
-        _, (reached, _) = nx.minimum_cut(graph, "source", "sink")
+        # networkx gives the minimum cut that lies nearest to the sink. A cut has few leaves, so few paths are augmented.
+        _, (reached, _) = nx.minimum_cut(graph, "source", "sink", flow_func=shortest_augmenting_path)
     except nx.NetworkXUnbounded:
         return Leak(_leaking_path(graph))
     return tuple(flow.in_order(n for n in window if (n, "in") in reached and (n, "out") not in reached))

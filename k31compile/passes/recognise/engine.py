@@ -85,8 +85,8 @@ def recognise(module: fx.GraphModule, recogniser: Recogniser) -> Findings:
     """Rewrite every region of `module` that the recogniser confirms; refuse the others with their reasons."""
     findings = Findings()
     tried: set[fx.Node] = set()
+    flow = Dataflow(module.graph)
     while True:
-        flow = Dataflow(module.graph)
         anchor = next((a for a in recogniser.anchors(flow) if a not in tried), None)
         if anchor is None:
             return findings
@@ -95,6 +95,7 @@ def recognise(module: fx.GraphModule, recogniser: Recogniser) -> Findings:
         if isinstance(outcome, Confirmation):
             findings.fused += 1
             findings.confirmations.append(outcome)
+            flow = Dataflow(module.graph)
         elif outcome is not None:
             findings.refused.append(outcome)
 
