@@ -73,11 +73,7 @@ def _choices_of(
     """The choices of the rewritten run under the names of the graph as written."""
     forced = {name: k31.choices[survivors[name]] for name in eager.choices if survivors.get(name) in k31.choices}
     for name, call in paired.items():
-        positions = call.args[1].shape[1]
-        table = call.kwargs.get("block_table")
-        if table is not None:
-            positions *= table.shape[1]
-        choice = as_choice(call, eager.choices[name], positions)
+        choice = as_choice(call, eager.choices[name])
         if choice is not None:
             forced[name] = choice
     return forced

@@ -36,7 +36,9 @@ def _floating(call: Call) -> Stage:
 
 
 def _tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (result,) if isinstance(result, torch.Tensor) else result
+    """The numbers among the results; choices are judged as selections."""
+    results = (result,) if isinstance(result, torch.Tensor) else result
+    return tuple(tensor for tensor in results if tensor.is_floating_point())
 
 
 def _indexer(call: Call) -> Stage:

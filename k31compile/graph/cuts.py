@@ -117,7 +117,7 @@ def _nearest_cut(
     if "source" not in graph or "sink" not in graph:
         return ()
     try:
-        # networkx gives the minimum cut that lies nearest to the sink. A cut has few leaves, so few paths are augmented.
+        # networkx gives the minimum cut that lies nearest to the sink; few leaves, so few paths to augment.
         _, (reached, _) = nx.minimum_cut(graph, "source", "sink", flow_func=shortest_augmenting_path)
     except nx.NetworkXUnbounded:
         return Leak(_leaking_path(graph))
