@@ -19,6 +19,8 @@ from k31compile.passes.recognise.operands import Dense, Values
 LN2 = math.log(2)
 SMALL_HEADS = 3
 _LARGE_HEADS = 8
+_LONG_KEYS = 5.0
+"""Keys of one sample are this long: products of keys beyond what a clamp for unit keys would leave alone."""
 
 
 Memo = dict[object, Sequence[torch.Tensor]]
@@ -119,7 +121,9 @@ class DeltaReading(Reading):
         vectors = torch.nn.functional.normalize(torch.randn(sizes, generator=generator, dtype=torch.float64), dim=-1)
         # Lengths below one: a normalisation inside shows, and the recurrence does not explode.
         lengths = 0.3 + 0.7 * torch.rand(sizes[:3], generator=generator, dtype=torch.float64)[..., None]
-        if trial == 0 or operand is self.operands.key:
+        if operand is self.operands.key:
+            return vectors * lengths * (1.0, 1.0, _LONG_KEYS, 1.0)[trial % 4]
+        if trial == 0:
             return vectors * lengths
         decades = torch.rand(sizes[:3], generator=generator, dtype=torch.float64)[..., None] * 4 - 2
         return vectors * 10**decades * (1.0, 1.0, 1.0, 1e6)[trial % 4]
@@ -136,7 +140,9 @@ class DeltaReading(Reading):
 
     def _betas(self, generator: torch.Generator, trial: int) -> torch.Tensor:
         sizes = [self._letters[letter] for letter in "bth"]
-        return torch.rand(sizes, generator=generator, dtype=torch.float64) * (1.0, 1.0, 1.9, 0.5)[trial % 4]
+        # beta |k|^2 stays below two, or the recurrence explodes.
+        strongest = (1.0, 1.9, 1.9 / _LONG_KEYS**2, 0.5)[trial % 4]
+        return torch.rand(sizes, generator=generator, dtype=torch.float64) * strongest
 
     def run(self, sample: Values, substitution: Substitution, trial: int) -> Sequence[torch.Tensor]:
         """The region's outputs; a first sample is the same for every order of the vectors and is run once."""
