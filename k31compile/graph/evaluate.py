@@ -84,7 +84,7 @@ def _run_node(node: fx.Node, values: Values, substitution: Substitution, change:
         raise TypeError(f"{node.op} {node.target} cannot be run alone")
     with torch.no_grad():
         result = _RULES.get(node.target, node.target)(*args, **kwargs)
-    if isinstance(result, torch.Tensor) and node.target in _MAKES_FLOAT and _meant_float(node):
+    if isinstance(result, torch.Tensor) and node.target in _MAKES_FLOAT and is_float(node):
         return change(result)
     return result
 
@@ -124,11 +124,6 @@ def _grouped_product(
 
 # Operators that refuse float64.
 _RULES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_product}
-
-
-def _meant_float(node: fx.Node) -> bool:
-    value = value_of(node)
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _as_float64(value: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,8 @@ _VIEWS = {
     ATEN.unbind.int,
 }
 
+CASTS = {ATEN._to_copy.default, ATEN.to.dtype}
+
 # Views by name that give new memory.
 COPIES = {ATEN.clone.default, ATEN.contiguous.default}
 _MAY_ALIAS = {ATEN.to.dtype, ATEN.to.device, ATEN.to.dtype_layout, ATEN._to_copy.default, ATEN.expand_as.default}
@@ -44,6 +46,13 @@ _MAY_ALIAS = {ATEN.to.dtype, ATEN.to.device, ATEN.to.dtype_layout, ATEN._to_copy
 def is_view(node: fx.Node) -> bool:
     """Whether the node only moves, selects or copies elements of its first argument."""
     return node.target in _VIEWS or getattr(node.target, "__name__", "") == "getitem"
+
+
+def behind_views_and_casts(node: fx.Node) -> fx.Node:
+    """The node that a chain of views and casts started from, whatever part of it they took."""
+    while (is_view(node) or node.target in CASTS) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def same_size_base(node: fx.Node) -> fx.Node:

@@ -8,12 +8,11 @@ from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, is_tensor, numel_of, shape_of
-from k31compile.graph.views import is_view
+from k31compile.graph.views import behind_views_and_casts, is_view
 from k31compile.passes.recognise.contractions import is_contraction
 
 _EXPONENTIALS = {ATEN.exp.default, ATEN.exp2.default, ATEN.pow.Scalar}
 _CUMULATIVE = {ATEN.cumsum.default}
-_CASTS = {ATEN._to_copy.default, ATEN.to.dtype}
 _PRODUCTS_WITH_A_CONSTANT = {ATEN.matmul.default, ATEN.mm.default, ATEN.bmm.default, ATEN.einsum.default}
 # What stands between a gate and its exponential in somebody's code: sums, differences, masks and views of it.
 _PLUMBING = {
@@ -139,7 +138,7 @@ def state_products(flow: Dataflow, decays: Decays) -> list[fx.Node]:
         if node.target not in (ATEN.mul.Tensor, ATEN.einsum.default) or len(factors) != 2:
             continue
         for decay, state in (factors, factors[::-1]):
-            is_decayed = _unmoved(decay) in decays.exponentials and _is_spread(decay, state, node)
+            is_decayed = behind_views_and_casts(decay) in decays.exponentials and _is_spread(decay, state, node)
             if is_decayed and (sums_with(flow, node) or _is_decayed_last(flow, state, node)):
                 found.append(node)
                 break
@@ -163,14 +162,7 @@ def _is_decayed_last(flow: Dataflow, state: fx.Node, product: fx.Node) -> bool:
     """Whether a sum is decayed for the tokens that follow, and read by a product or kept."""
     readers = {user for node in (product, *(u for u in flow.users[product] if is_view(u))) for user in flow.users[node]}
     is_read = any(is_contraction(user) or user.op == "output" or user.target in _PASSING_STATES for user in readers)
-    return _unmoved(state).target in _SUMS and is_read
-
-
-def _unmoved(node: fx.Node) -> fx.Node:
-    """The node behind views and casts."""
-    while (is_view(node) or node.target in _CASTS) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return behind_views_and_casts(state).target in _SUMS and is_read
 
 
 def _is_spread(decay: fx.Node, state: fx.Node, product: fx.Node) -> bool:

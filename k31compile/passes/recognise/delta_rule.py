@@ -12,7 +12,7 @@ from k31compile.graph.confirm import Mismatch, Reading
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
-from k31compile.graph.views import is_view
+from k31compile.graph.views import CASTS, is_view
 from k31compile.passes.recognise.contractions import is_contraction
 from k31compile.passes.recognise.contractions import operands as operands_of
 from k31compile.passes.recognise.decays import (
@@ -156,7 +156,7 @@ def _as_first_written(leaf: fx.Node) -> fx.Node:
 
 
 def _only_moves(node: fx.Node) -> bool:
-    return is_view(node) or node.target in (ATEN._to_copy.default, ATEN.to.dtype, ATEN.pad.default)
+    return is_view(node) or node.target in {*CASTS, ATEN.pad.default}
 
 
 def _is_pairwise(flow: Dataflow, node: fx.Node) -> bool:

@@ -10,15 +10,14 @@ from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, numel_of, shape_of
-from k31compile.graph.views import same_size_base
+from k31compile.graph.views import CASTS, same_size_base
 
 SOFTMAXES = {ATEN.softmax.int, ATEN._softmax.default}
 SDPA = ATEN.scaled_dot_product_attention.default
-_CASTS = {ATEN._to_copy.default, ATEN.to.dtype}
 _JOINS = {ATEN.cat.default, ATEN.stack.default}
 _ROOTS = {ATEN.rsqrt.default, ATEN.sqrt.default, ATEN.pow.Tensor_Scalar}
 _MEANS = {ATEN.mean.dim, ATEN.sum.dim_IntList}
-_ON_THE_WAY_TO_A_MEAN = {ATEN.add.Tensor, ATEN.div.Tensor, ATEN.mul.Tensor, ATEN.clamp_min.default, *_CASTS}
+_ON_THE_WAY_TO_A_MEAN = {ATEN.add.Tensor, ATEN.div.Tensor, ATEN.mul.Tensor, ATEN.clamp_min.default, *CASTS}
 
 # How far above the weights a root may stand, and how much of the graph may be looked at.
 _NEAR, _MOST_NODES, _MOST_EXITS = 14, 500, 40
@@ -167,7 +166,7 @@ def plain(node: fx.Node) -> fx.Node:
     """What a value was before views of the same size and casts between floating types."""
     while True:
         base = same_size_base(node)
-        source = base.args[0] if base.target in _CASTS else None
+        source = base.args[0] if base.target in CASTS else None
         if not isinstance(source, fx.Node) or not is_float(source):
             return base
         node = source

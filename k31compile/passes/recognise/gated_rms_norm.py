@@ -13,10 +13,10 @@ from k31compile.graph.confirm import Mismatch, Reading
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
-from k31compile.graph.views import is_view
+from k31compile.graph.views import CASTS, is_view
 from k31compile.passes.recognise.engine import Demand, Recogniser
 from k31compile.passes.recognise.norm_reading import NormOperands, NormReading
-from k31compile.passes.recognise.norms import CASTS, Gate, Norm, gates_of, norm_of, opening_of
+from k31compile.passes.recognise.norms import Gate, Norm, gates_of, norm_of, opening_of
 
 _MOST_ENDS = 5
 _LARGEST_EPS = 0.1

@@ -12,7 +12,7 @@ from k31compile.graph.confirm import Mismatch, Reading
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, is_integer, numel_of, shape_of
-from k31compile.graph.views import is_view, same_size_base
+from k31compile.graph.views import CASTS, behind_views_and_casts, is_view, same_size_base
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.experts_reading import ExpertsReading, are_projections, assignments
 from k31compile.passes.recognise.operands import is_parameter
@@ -21,7 +21,6 @@ _MOST_EXITS = 4
 _MOST_WEIGHTS = 3
 _SELECTIONS = {ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable}
 _ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
-_CASTS = (ATEN._to_copy.default, ATEN.to.dtype)
 _GATING = "k31.moe_gating_top_k.default"
 
 
@@ -116,7 +115,7 @@ def _is_pairs(flow: Dataflow, node: fx.Node) -> bool:
 
 def _source(node: fx.Node) -> fx.Node | None:
     """The integers that a view or a cast was made from, where they are the same and all of them."""
-    if not (is_view(node) or node.target in _CASTS) or not node.args:
+    if not (is_view(node) or node.target in CASTS) or not node.args:
         return None
     source = node.args[0]
     same = isinstance(source, fx.Node) and is_integer(source) and numel_of(source) == numel_of(node)
@@ -161,15 +160,9 @@ def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collect
         if node is anchor:
             return True
         plain = is_float(node) and shape_of(node) in (shape_of(anchor), (rows, width)) and node not in inside
-        return plain and not any(_stack_behind(source) in stacks for source in flow.inputs[node])
+        return plain and not any(behind_views_and_casts(source) in stacks for source in flow.inputs[node])
 
     return flow.in_order(flow.ancestors([out], stop=is_row) & stacks)
-
-
-def _stack_behind(node: fx.Node) -> fx.Node:
-    while (is_view(node) or node.target in _CASTS) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 def _may_be_leaf(pairs: tuple[int, ...], widths: Collection[int], node: fx.Node) -> bool:
@@ -183,7 +176,7 @@ def _may_be_leaf(pairs: tuple[int, ...], widths: Collection[int], node: fx.Node)
 def _are_distinct(experts: fx.Node) -> bool:
     """Whether no row can name an expert twice: places that a top-k or a sort gave."""
     node = same_size_base(experts)
-    while node.target in (*_CASTS, ATEN.slice.Tensor) and isinstance(node.args[0], fx.Node):
+    while node.target in (*CASTS, ATEN.slice.Tensor) and isinstance(node.args[0], fx.Node):
         node = same_size_base(node.args[0])
     if node.target in _ARGSORTS:
         return True

@@ -8,13 +8,12 @@ from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, numel_of, shape_of
-from k31compile.graph.views import is_view
+from k31compile.graph.views import CASTS, is_view
 
 _ROOTS = {ATEN.rsqrt.default, ATEN.sqrt.default}
 _POWERS = {ATEN.pow.Tensor_Scalar}
 _MEANS = {ATEN.mean.dim, ATEN.sum.dim_IntList, ATEN.linalg_vector_norm.default}
 _PRODUCTS = {ATEN.mul.Tensor, ATEN.mul.Scalar, ATEN.div.Tensor, ATEN.div.Scalar}
-CASTS = {ATEN._to_copy.default, ATEN.to.dtype}
 # What stands between a mean of squares and its root, or between a gate's sigmoid and the product it goes into.
 _SINGLE = {
     *_PRODUCTS,

@@ -12,10 +12,9 @@ from k31compile.graph.confirm import Mismatch, Reading
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, is_integer, numel_of, shape_of
-from k31compile.graph.views import is_view
+from k31compile.graph.views import CASTS, is_view
 from k31compile.passes.recognise.conv_reading import ConvReading, assignments
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
-from k31compile.passes.recognise.norms import CASTS
 from k31compile.passes.recognise.operands import with_plain_integers
 from k31compile.passes.recognise.taps import Taps, ends_of, find_taps, is_padded_in_front, kept_from, shifted, wide
 

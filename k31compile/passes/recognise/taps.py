@@ -7,9 +7,8 @@ from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, is_tensor, numel_of, shape_of
-from k31compile.graph.views import is_view
+from k31compile.graph.views import CASTS, is_view
 from k31compile.passes.recognise.contractions import contracted_sizes, is_contraction, operands
-from k31compile.passes.recognise.norms import CASTS
 
 MOST_TAPS = 16
 _CONVOLUTIONS = {ATEN.conv1d.default, ATEN.conv1d.padding, ATEN.conv2d.default, ATEN.convolution.default}
