@@ -141,7 +141,6 @@ def _rewrite(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     add_to_report(report, stages)
     _add(report, "trace", middle - start)
     _add(report, "passes", end - middle)
-    rewritten.recompile()
     return rewritten
 
 

@@ -13,6 +13,8 @@ from torch import fx
 # Symbols, and plain sizes to be shrunk, each with the number to use in a confirmation.
 Substitution = Mapping[sympy.Symbol | int, int]
 
+_SHAPE = "k31_shape"
+
 
 def hint(size: Any) -> int:
     """A size as the number that it had when the graph was traced."""
@@ -74,7 +76,13 @@ def is_integer(node: fx.Node) -> bool:
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The node's shape by hints; the empty tuple for a scalar and for what is no tensor."""
     value = value_of(node)
-    return tuple(hint(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
+    if not isinstance(value, torch.Tensor):
+        return ()
+    # Asked a hundred thousand times a compile, and a fake tensor takes microseconds to tell its shape.
+    known: tuple[torch.Tensor, tuple[int, ...]] | None = node.meta.get(_SHAPE)
+    if known is None or known[0] is not value:
+        known = node.meta[_SHAPE] = (value, tuple(hint(size) for size in value.shape))
+    return known[1]
 
 
 def shape_under(node: fx.Node, substitution: Substitution) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 A recogniser declares where an operator may be and what it computes; everything else is here.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ from torch import fx
 
 from k31compile.graph.confirm import Confirmation, Mismatch, Reading, confirm
 from k31compile.graph.cuts import Eligible, Leak, find_leaves
-from k31compile.graph.dataflow import Dataflow
+from k31compile.graph.dataflow import Dataflow, dataflow_of
 from k31compile.graph.region import Region
-from k31compile.graph.rewrite import replace_outputs
+from k31compile.graph.rewrite import Replacement, insert_replacements, trace_replacement
 from k31compile.graph.sizes import nbytes_of
 from k31compile.graph.source import source_line
 from k31compile.report import Refusal
@@ -81,23 +82,72 @@ class Findings:
     confirmations: list[Confirmation] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A region that was confirmed, with what will stand for it."""
+
+    confirmation: Confirmation
+    region: Region
+    replacement: Replacement
+
+
 def recognise(module: fx.GraphModule, recogniser: Recogniser) -> Findings:
-    """Rewrite every region of `module` that the recogniser confirms; refuse the others with their reasons."""
+    """Rewrite every region of `module` that the recogniser confirms; refuse the others with their reasons.
+
+    Regions of one round are found in the same graph and rewritten together, so that a model's depth costs one index
+    and one sort a round. What a rewrite may have changed, anchors inside it and refusals, is looked at once more.
+    """
     findings = Findings()
-    tried: set[fx.Node] = set()
-    flow = Dataflow(module.graph)
+    settled: set[fx.Node] = set()
     while True:
-        anchor = next((a for a in recogniser.anchors(flow) if a not in tried), None)
-        if anchor is None:
+        flow = dataflow_of(module.graph)
+        found, refused = _attempt_all(flow, recogniser, settled)
+        if not found:
+            findings.refused.extend(refused.values())
             return findings
-        tried.add(anchor)
-        outcome = _attempt(module, flow, recogniser, anchor)
-        if isinstance(outcome, Confirmation):
-            findings.fused += 1
-            findings.confirmations.append(outcome)
-            flow = Dataflow(module.graph)
+        insert_replacements(module, [one.replacement for one in found])
+        settled.difference_update(refused)
+        findings.fused += len(found)
+        findings.confirmations.extend(one.confirmation for one in found)
+
+
+def _attempt_all(
+    flow: Dataflow, recogniser: Recogniser, settled: set[fx.Node]
+) -> tuple[list[_Found], dict[fx.Node, Refusal]]:
+    """Try the anchors that are not settled; those inside a region found just now wait for the next round."""
+    found: list[_Found] = []
+    refused: dict[fx.Node, Refusal] = {}
+    covered: set[fx.Node] = set()
+    for anchor in recogniser.anchors(flow):
+        if anchor in settled or anchor in covered:
+            continue
+        outcome = _attempt(flow, recogniser, anchor)
+        if isinstance(outcome, _Found):
+            if _interleaved(flow, outcome.replacement, [one.replacement for one in found]):
+                continue
+            found.append(outcome)
+            covered.update(outcome.region.nodes)
         elif outcome is not None:
-            findings.refused.append(outcome)
+            refused[anchor] = outcome
+        settled.add(anchor)
+    return found, refused
+
+
+def _interleaved(flow: Dataflow, new: Replacement, others: Sequence[Replacement]) -> bool:
+    """Whether two rewrites could wait for each other: an operator with several outputs waits for all its leaves."""
+
+    def last_leaf(one: Replacement) -> int:
+        return max((flow.position[leaf] for leaf in one.leaves), default=-1)
+
+    def first_output(one: Replacement) -> int:
+        return min(flow.position[output] for output in one.outputs)
+
+    return any(
+        len(new.outputs) + len(other.outputs) > 2
+        and last_leaf(new) > first_output(other)
+        and last_leaf(other) > first_output(new)
+        for other in others
+    )
 
 
 @dataclass(frozen=True)
@@ -106,14 +156,12 @@ class _Reason:
     text: str
 
 
-def _attempt(
-    module: fx.GraphModule, flow: Dataflow, recogniser: Recogniser, anchor: fx.Node
-) -> Confirmation | Refusal | None:
+def _attempt(flow: Dataflow, recogniser: Recogniser, anchor: fx.Node) -> _Found | Refusal | None:
     best = _Reason(0, "")
     try:
         for demand in recogniser.demands(flow, anchor):
-            outcome = _try_demand(module, flow, recogniser, anchor, demand)
-            if isinstance(outcome, Confirmation):
+            outcome = _try_demand(flow, recogniser, anchor, demand)
+            if isinstance(outcome, _Found):
                 return outcome
             best = max(best, outcome, key=lambda reason: reason.rank)
     except Mismatch as mismatch:
@@ -123,9 +171,7 @@ def _attempt(
     return Refusal(recogniser.name, best.text, source_line(anchor), recogniser.hint(best.text), best.rank >= 2)
 
 
-def _try_demand(
-    module: fx.GraphModule, flow: Dataflow, recogniser: Recogniser, anchor: fx.Node, demand: Demand
-) -> Confirmation | _Reason:
+def _try_demand(flow: Dataflow, recogniser: Recogniser, anchor: fx.Node, demand: Demand) -> _Found | _Reason:
     leaves = find_leaves(flow, demand.core, demand.eligible, demand.kept, demand.capacity)
     if isinstance(leaves, Leak):
         return _Reason(1, _describe_leak(leaves))
@@ -135,24 +181,24 @@ def _try_demand(
             region = Region.between(flow, variant, demand.outputs)
         except ValueError:
             continue
-        readings = list(recogniser.readings(flow, anchor, region))
-        if not readings:
+        readings = recogniser.readings(flow, anchor, region)
+        first = next(readings, None)
+        if first is None:
             best = max(best, _Reason(1, _describe_leaves(region.leaves)), key=lambda reason: reason.rank)
             continue
         try:
-            reading, confirmation = confirm(
-                readings, f"{recogniser.name}:{region.canonical_hash}:{readings[0].context}"
-            )
+            key = f"{recogniser.name}:{region.canonical_hash}:{first.context}"
+            reading, confirmation = confirm(itertools.chain([first], readings), key)
             recogniser.guards(flow, region, reading)
         except Mismatch as mismatch:
             best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
             continue
         try:
-            replace_outputs(module, _operand_nodes(reading), reading.replaced, reading.build)
+            replacement = trace_replacement(_operand_nodes(reading), reading.replaced, reading.build)
         except ValueError as error:
             best = max(best, _Reason(2, str(error)), key=lambda reason: reason.rank)
             continue
-        return confirmation
+        return _Found(confirmation, region, replacement)
     return best
 
 
