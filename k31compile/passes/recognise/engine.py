@@ -13,7 +13,8 @@ from torch import fx
 from k31compile.graph.confirm import Confirmation, Mismatch, Reading, confirm
 from k31compile.graph.cuts import Eligible, Leak, find_leaves
 from k31compile.graph.dataflow import Dataflow, dataflow_of
-from k31compile.graph.region import Region
+from k31compile.graph.equal_regions import find_equal_region
+from k31compile.graph.region import Region, text_of_values
 from k31compile.graph.rewrite import Replacement, insert_replacements, trace_replacement
 from k31compile.graph.sizes import nbytes_of
 from k31compile.graph.source import source_line
@@ -91,6 +92,12 @@ class _Found:
     replacement: Replacement
 
 
+@dataclass(frozen=True)
+class _Reason:
+    rank: int
+    text: str
+
+
 def recognise(module: fx.GraphModule, recogniser: Recogniser) -> Findings:
     """Rewrite every region of `module` that the recogniser confirms; refuse the others with their reasons.
 
@@ -100,37 +107,115 @@ def recognise(module: fx.GraphModule, recogniser: Recogniser) -> Findings:
     findings = Findings()
     settled: set[fx.Node] = set()
     while True:
-        flow = dataflow_of(module.graph)
-        found, refused = _attempt_all(flow, recogniser, settled)
-        if not found:
+        search = _Search(dataflow_of(module.graph), recogniser)
+        refused = search.attempt_all(settled)
+        if not search.found:
             findings.refused.extend(refused.values())
             return findings
-        insert_replacements(module, [one.replacement for one in found])
+        insert_replacements(module, [one.replacement for one in search.found])
         settled.difference_update(refused)
-        findings.fused += len(found)
-        findings.confirmations.extend(one.confirmation for one in found)
+        findings.fused += len(search.found)
+        findings.confirmations.extend(one.confirmation for one in search.found)
 
 
-def _attempt_all(
-    flow: Dataflow, recogniser: Recogniser, settled: set[fx.Node]
-) -> tuple[list[_Found], dict[fx.Node, Refusal]]:
-    """Try the anchors that are not settled; those inside a region found just now wait for the next round."""
-    found: list[_Found] = []
-    refused: dict[fx.Node, Refusal] = {}
-    covered: set[fx.Node] = set()
-    for anchor in recogniser.anchors(flow):
-        if anchor in settled or anchor in covered:
-            continue
-        outcome = _attempt(flow, recogniser, anchor)
-        if isinstance(outcome, _Found):
-            if _interleaved(flow, outcome.replacement, [one.replacement for one in found]):
+class _Search:
+    """One round over one graph."""
+
+    def __init__(self, flow: Dataflow, recogniser: Recogniser) -> None:
+        self.flow = flow
+        self.recogniser = recogniser
+        self.found: list[_Found] = []
+        self._kinds: dict[str, Region] = {}
+        self._programs: dict[str, Replacement] = {}
+
+    def attempt_all(self, settled: set[fx.Node]) -> dict[fx.Node, Refusal]:
+        """Try the anchors that are not settled; those inside a region found just now wait for the next round."""
+        refused: dict[fx.Node, Refusal] = {}
+        covered: set[fx.Node] = set()
+        for anchor in self.recogniser.anchors(self.flow):
+            if anchor in settled or anchor in covered:
                 continue
-            found.append(outcome)
-            covered.update(outcome.region.nodes)
-        elif outcome is not None:
-            refused[anchor] = outcome
-        settled.add(anchor)
-    return found, refused
+            outcome = self._attempt(anchor)
+            if isinstance(outcome, _Found):
+                if _interleaved(self.flow, outcome.replacement, [one.replacement for one in self.found]):
+                    continue
+                self.found.append(outcome)
+                self._kinds.setdefault(outcome.region.canonical_hash, outcome.region)
+                covered.update(outcome.region.nodes)
+            elif outcome is not None:
+                refused[anchor] = outcome
+            settled.add(anchor)
+        return refused
+
+    def _attempt(self, anchor: fx.Node) -> _Found | Refusal | None:
+        best = _Reason(0, "")
+        try:
+            equal = self._try_equals(anchor)
+            if equal is not None:
+                return equal
+            for demand in self.recogniser.demands(self.flow, anchor):
+                outcome = self._try_demand(anchor, demand)
+                if isinstance(outcome, _Found):
+                    return outcome
+                best = max(best, outcome, key=lambda reason: reason.rank)
+        except Mismatch as mismatch:
+            best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
+        if not best.text or not self.recogniser.resembles(self.flow, anchor):
+            return None
+        hint = self.recogniser.hint(best.text)
+        return Refusal(self.recogniser.name, best.text, source_line(anchor), hint, best.rank >= 2)
+
+    def _try_equals(self, anchor: fx.Node) -> _Found | None:
+        """A region equal to one that was found before: an equal layer's, at the cost of a walk."""
+        if not self._kinds:
+            return None
+        for demand in self.recogniser.demands(self.flow, anchor):
+            for known in self._kinds.values():
+                region = find_equal_region(self.flow, known, demand.outputs)
+                outcome = self._try_region(anchor, region) if region is not None else None
+                if isinstance(outcome, _Found):
+                    return outcome
+        return None
+
+    def _try_demand(self, anchor: fx.Node, demand: Demand) -> _Found | _Reason:
+        leaves = find_leaves(self.flow, demand.core, demand.eligible, demand.kept, demand.capacity)
+        if isinstance(leaves, Leak):
+            return _Reason(1, _describe_leak(leaves))
+        best = _Reason(0, "")
+        for variant in self.recogniser.variants(self.flow, leaves):
+            try:
+                region = Region.between(self.flow, variant, demand.outputs)
+            except ValueError:
+                continue
+            outcome = self._try_region(anchor, region)
+            if isinstance(outcome, _Found):
+                return outcome
+            best = max(best, outcome, key=lambda reason: reason.rank)
+        return best
+
+    def _try_region(self, anchor: fx.Node, region: Region) -> _Found | _Reason:
+        readings = self.recogniser.readings(self.flow, anchor, region)
+        first = next(readings, None)
+        if first is None:
+            return _Reason(1, _describe_leaves(region.leaves))
+        key = f"{self.recogniser.name}:{region.canonical_hash}:{first.context}"
+        try:
+            reading, confirmation = confirm(itertools.chain([first], readings), key)
+            self.recogniser.guards(self.flow, region, reading)
+            return _Found(confirmation, region, self._replacement(key, reading))
+        except Mismatch as mismatch:
+            return _Reason(2, str(mismatch.args[0]))
+        except ValueError as error:
+            return _Reason(2, str(error))
+
+    def _replacement(self, key: str, reading: Reading) -> Replacement:
+        """The traced program of a reading; equal regions with equal operands share one."""
+        operands = (*reading.region.leaves, *reading.extra_operands)
+        same = f"{key}:{text_of_values((*operands, *reading.replaced))}"
+        known = self._programs.get(same)
+        if known is None:
+            known = self._programs[same] = trace_replacement(operands, reading.replaced, reading.build)
+        return Replacement(operands, reading.replaced, known.program)
 
 
 def _interleaved(flow: Dataflow, new: Replacement, others: Sequence[Replacement]) -> bool:
@@ -148,62 +233,6 @@ def _interleaved(flow: Dataflow, new: Replacement, others: Sequence[Replacement]
         and last_leaf(other) > first_output(new)
         for other in others
     )
-
-
-@dataclass(frozen=True)
-class _Reason:
-    rank: int
-    text: str
-
-
-def _attempt(flow: Dataflow, recogniser: Recogniser, anchor: fx.Node) -> _Found | Refusal | None:
-    best = _Reason(0, "")
-    try:
-        for demand in recogniser.demands(flow, anchor):
-            outcome = _try_demand(flow, recogniser, anchor, demand)
-            if isinstance(outcome, _Found):
-                return outcome
-            best = max(best, outcome, key=lambda reason: reason.rank)
-    except Mismatch as mismatch:
-        best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
-    if not best.text or not recogniser.resembles(flow, anchor):
-        return None
-    return Refusal(recogniser.name, best.text, source_line(anchor), recogniser.hint(best.text), best.rank >= 2)
-
-
-def _try_demand(flow: Dataflow, recogniser: Recogniser, anchor: fx.Node, demand: Demand) -> _Found | _Reason:
-    leaves = find_leaves(flow, demand.core, demand.eligible, demand.kept, demand.capacity)
-    if isinstance(leaves, Leak):
-        return _Reason(1, _describe_leak(leaves))
-    best = _Reason(0, "")
-    for variant in recogniser.variants(flow, leaves):
-        try:
-            region = Region.between(flow, variant, demand.outputs)
-        except ValueError:
-            continue
-        readings = recogniser.readings(flow, anchor, region)
-        first = next(readings, None)
-        if first is None:
-            best = max(best, _Reason(1, _describe_leaves(region.leaves)), key=lambda reason: reason.rank)
-            continue
-        try:
-            key = f"{recogniser.name}:{region.canonical_hash}:{first.context}"
-            reading, confirmation = confirm(itertools.chain([first], readings), key)
-            recogniser.guards(flow, region, reading)
-        except Mismatch as mismatch:
-            best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
-            continue
-        try:
-            replacement = trace_replacement(_operand_nodes(reading), reading.replaced, reading.build)
-        except ValueError as error:
-            best = max(best, _Reason(2, str(error)), key=lambda reason: reason.rank)
-            continue
-        return _Found(confirmation, region, replacement)
-    return best
-
-
-def _operand_nodes(reading: Reading) -> tuple[fx.Node, ...]:
-    return (*reading.region.leaves, *reading.extra_operands)
 
 
 def _describe_leak(leak: Leak) -> str:
