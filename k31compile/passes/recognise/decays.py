@@ -86,7 +86,31 @@ def find_decays(flow: Dataflow) -> list[Decays]:
             gate, cumulative = _gate_of(flow, node)
             groups.setdefault(gate, []).append(node)
             sums.setdefault(gate, set()).update(cumulative)
-    return [Decays(tuple(nodes), tuple(flow.in_order(sums[gate]))) for gate, nodes in groups.items()]
+    found = [Decays(tuple(nodes), tuple(flow.in_order(sums[gate]))) for gate, nodes in groups.items()]
+    return [part for group in found for part in _recurrences(flow, group)]
+
+
+def _recurrences(flow: Dataflow, group: Decays) -> list[Decays]:
+    """The group, or its parts where steps of one gate decay states that do not depend on each other."""
+    if group.cumulative or len(group.exponentials) < 2:
+        return [group]
+    products = state_products(flow, group)
+    decay_of = {product: _decay_in(product, group) for product in products}
+    chains: nx.Graph = nx.Graph()
+    chains.add_nodes_from(decay_of.values())
+    for product in products:
+        earlier = flow.ancestors(flow.inputs[product], stop=lambda node: node in decay_of or node in group.exponentials)
+        chains.add_edges_from((decay_of[product], decay_of[other]) for other in earlier & decay_of.keys())
+    parts = list(nx.connected_components(chains))
+    if len(parts) < 2 or sum(map(len, parts)) < len(group.exponentials):
+        return [group]
+    return [Decays(tuple(flow.in_order(part)), ()) for part in parts]
+
+
+def _decay_in(product: fx.Node, group: Decays) -> fx.Node:
+    """The exponential that a state product decays by."""
+    behind = (behind_views_and_casts(source) for source in product.all_input_nodes)
+    return next(node for node in behind if node in group.exponentials)
 
 
 def _gate_of(flow: Dataflow, exponential: fx.Node) -> tuple[frozenset[fx.Node], set[fx.Node]]:
