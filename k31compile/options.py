@@ -72,6 +72,8 @@ class Options:
         strict: raise where the report would otherwise only tell.
         lock: path of a fusion contract.
         guards: which guards a compiled function keeps.
+        confirm_bytes: what one confirmation may take, in bytes; a larger region is refused and the refusal says so.
+        node_budget: how many graph nodes one unrolled Python loop may make; past it the loop runs as Python.
 
     """
 
@@ -86,11 +88,17 @@ class Options:
     strict: bool = False
     lock: str | None = None
     guards: str = "safe"
+    confirm_bytes: int = 4 << 30
+    node_budget: int = 10_000
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fuse", _checked_fuse(self.fuse))
         for name, (built, planned) in _VALUES.items():
             _check_value(name, getattr(self, name), built, planned)
+        for name in ("confirm_bytes", "node_budget"):
+            count = getattr(self, name)
+            if type(count) is not int or count < 1:
+                raise OptionError(f"option {name!r} does not take {count!r}", hint="it takes a whole number from 1 on")
         if not isinstance(self.cache, bool):
             if not isinstance(self.cache, str | os.PathLike):
                 _bad_value("cache", self.cache, (True, False))

@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from k31compile.errors import InvariantError, StrictError
+from k31compile.graph.confirm import byte_budget
 from k31compile.graph.invariants import check_invariants, take_snapshot
 from k31compile.options import Options
 from k31compile.passes.registry import Pass, PassResult, all_passes
@@ -55,7 +56,7 @@ def _run_all(
         return module, []
     stages: list[Stage] = []
     # Between passes nobody calls the module, so nobody writes its code.
-    with _use_lazy_graph_module(True):
+    with _use_lazy_graph_module(True), byte_budget(options.confirm_bytes):
         work = copy_module(module)
         for one in passes:
             if one.name in undone:

@@ -22,6 +22,8 @@ def test_the_defaults_are_those_of_the_interface() -> None:
         "strict": False,
         "lock": None,
         "guards": "safe",
+        "confirm_bytes": 4 * 2**30,
+        "node_budget": 10_000,
     }
     assert Options.from_mapping(None) == Options.from_mapping({}) == Options()
 

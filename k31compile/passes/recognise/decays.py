@@ -207,14 +207,14 @@ def _window(flow: Dataflow, decays: Decays) -> set[fx.Node]:
     return set(flow.nodes[first : last + WINDOW_NODES])
 
 
-def final_states(flow: Dataflow, decays: Decays, state: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Nodes of the state's shape that are kept after the graph, and what passes them on to the end.
+def final_states(flow: Dataflow, decays: Decays, state: fx.Node) -> dict[fx.Node, set[fx.Node]]:
+    """Nodes of the state's shape that are kept after the graph, each with what passes it on to the end.
 
-    Kept is what is copied into an input or returned, be it through views, casts and writes into a pool.
+    Kept is what is copied into an input or returned, be it through views, casts and writes into a pool. An output
+    of one chunk that is as long as a key is wide has the state's shape too.
     """
     below = flow.descendants(decays.exponentials)
-    kept: list[fx.Node] = []
-    passing: set[fx.Node] = set()
+    kept: dict[fx.Node, set[fx.Node]] = {}
     output = flow.nodes[-1]
     ends = [node for node in flow.nodes if node.target is ATEN.copy_.default]
     for end in (*ends, *flow.inputs[output]):
@@ -226,10 +226,8 @@ def final_states(flow: Dataflow, decays: Decays, state: fx.Node) -> tuple[list[f
             node = sources[0]
             way.append(node)
         if node in below and _has_shape_of(node, state) and not is_view(node):
-            passing.update(way[:-1])
-            if node not in kept:
-                kept.append(node)
-    return kept, passing
+            kept.setdefault(node, set()).update(way[:-1])
+    return kept
 
 
 def _has_shape_of(node: fx.Node, state: fx.Node) -> bool:

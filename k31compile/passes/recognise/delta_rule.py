@@ -56,9 +56,10 @@ class DeltaRuleRecogniser(Recogniser):
         products = state_products(flow, decays)
         if products and serves_all_channels(products[-1]) != self.is_scalar:
             return
-        states, passing = final_states(flow, decays, products[-1]) if products else ([], set())
+        states = final_states(flow, decays, products[-1]) if products else {}
         last = [products[-1], *sums_with(flow, products[-1])] if products else []
         final = [state for state in states if state in last][-1:]
+        passing = {node for state in final for node in states[state]}
         before = flow.ancestors([*products, *final])
         exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
         if not exits and products:
