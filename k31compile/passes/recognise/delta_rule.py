@@ -58,7 +58,7 @@ class DeltaRuleRecogniser(Recogniser):
             return
         states = final_states(flow, decays, products[-1]) if products else {}
         last = [products[-1], *sums_with(flow, products[-1])] if products else []
-        final = [state for state in states if state in last][-1:]
+        final = flow.in_order(state for state in states if state in last)[-1:]
         passing = {node for state in final for node in states[state]}
         before = flow.ancestors([*products, *final])
         exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
