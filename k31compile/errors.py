@@ -165,6 +165,21 @@ class CheckError(K31Error):
     default_hint = "run `k31 check` with --json for the first stage that differs"
 
 
+class ContractError(K31Error):
+    """A fusion that a contract promises and a graph did not get, or more memory than it allows."""
+
+    code = "K31-0602"
+    default_hint = "repair what the reason names; after a change that was meant: k31 explain TARGET --lock F"
+
+
+class LockError(K31Error):
+    """A file of a fusion contract that is missing, damaged, of another format, or of another model."""
+
+    code = "K31-0603"
+    exit_code = 2
+    default_hint = "write one with: k31 explain TARGET --lock F"
+
+
 def all_errors() -> Iterator[type[K31Error]]:
     """Yield K31Error and every class derived from it, ordered by code."""
 

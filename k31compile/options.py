@@ -70,7 +70,7 @@ class Options:
         cache: whether compiled graphs may be kept (True) or not (False).
         codegen: "inductor" builds the code around our operators; "ops" runs it as it is, at once.
         strict: raise where the report would otherwise only tell.
-        lock: path of a fusion contract.
+        lock: path of a fusion contract; a graph that gets less than it says is an error.
         guards: which guards a compiled function keeps.
 
     """
@@ -96,7 +96,9 @@ class Options:
                 _bad_value("cache", self.cache, (True, False))
             _not_built("cache", self.cache, "True and False work today, a path or URL of a store does not")
         if self.lock is not None:
-            _not_built("lock", self.lock, "the fusions of a graph are in its report")
+            if not isinstance(self.lock, str | os.PathLike) or not os.fspath(self.lock):
+                raise OptionError(f"option 'lock' does not take {self.lock!r}", hint="it takes the path of a contract")
+            object.__setattr__(self, "lock", os.fspath(self.lock))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None) -> Options:
