@@ -102,7 +102,7 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     describe_graph(report, rewritten, example_inputs, with_memory=options.codegen == "ops" or options.lock is not None)
     hold_to_contract(report, options)
     start = time.perf_counter()
-    compiled = compile_for_cpu(rewritten, example_inputs, options)
+    compiled = compile_for_cpu(rewritten, example_inputs, options, report)
     report.phases["codegen"] = time.perf_counter() - start
     report.cache["why"] = "kept by Inductor's own caches" if options.cache else "cache=False"
     return compiled

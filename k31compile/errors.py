@@ -130,6 +130,13 @@ class StrictError(K31Error):
     default_hint = "compile without strict to get a report of it instead"
 
 
+class DocumentError(K31Error):
+    """A graph that cannot be written down for another process, such as the one that builds it."""
+
+    code = "K31-0207"
+    default_hint = "compile it with codegen='inductor'"
+
+
 class OperatorError(K31Error):
     """A k31 operator that was called with tensors which it does not take."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.peak import predict_memory
+from k31compile.graph.sizes import input_values
 from k31compile.graph.source import module_path, source_line
 from k31compile.nested import body_of, is_nested_call
 from k31compile.options import FUSIONS
@@ -54,7 +55,9 @@ def natural(path: str) -> list[tuple[int, str]]:
 def describe_graph(report: Report, module: fx.GraphModule, example_inputs: Sequence[Any], with_memory: bool) -> None:
     """Write counts by layer, inputs, the layers of each refusal and, where asked for, memory into the report."""
     report.layers = {path: dict(counts) for path, counts in count_by_layer(module).items()}
-    report.inputs = describe_inputs(example_inputs)
+    is_weight = [isinstance(example, torch.nn.Parameter) for example in example_inputs]
+    values = input_values(module, example_inputs)
+    report.inputs = describe_inputs(value for value, weight in zip(values, is_weight, strict=True) if not weight)
     lines = lines_by_layer(module)
     report.lines = {path: known[0] for path, known in lines.items()}
     layers: dict[str, list[str]] = {}
@@ -64,15 +67,15 @@ def describe_graph(report: Report, module: fx.GraphModule, example_inputs: Seque
     report.refused = [replace(refusal, layers=tuple(layers.get(refusal.where, ()))) for refusal in report.refused]
     if with_memory:
         as_run = copy_module(module)
-        for node, example in zip(as_run.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
-            node.meta["is_parameter"] = isinstance(example, torch.nn.Parameter)
+        for node, weight in zip(as_run.graph.find_nodes(op="placeholder"), is_weight, strict=True):
+            node.meta["is_parameter"] = weight
         reinplace_cache_writes(as_run)
         report.memory = predict_memory(as_run, lambda node: _called_body(as_run, node)).to_dict()
 
 
-def describe_inputs(example_inputs: Sequence[Any]) -> list[str]:
-    """Dtype and shape of every input tensor that is no weight, sorted: Dynamo's order follows the code's."""
-    tensors = [v for v in example_inputs if isinstance(v, torch.Tensor) and not isinstance(v, torch.nn.Parameter)]
+def describe_inputs(values: Iterable[Any]) -> list[str]:
+    """Dtype and shape of every tensor among the inputs, sorted: Dynamo's order follows the code's."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return sorted(f"{str(t.dtype).removeprefix('torch.')}{_shape(t)}" for t in tensors)
 
 

@@ -47,6 +47,15 @@ def test_a_nested_region_counts_under_each_of_its_callers(stack: ModuleType) -> 
     assert nested.memory["peak"] > 0
 
 
+def test_dynamic_sizes_are_marked() -> None:
+    x = torch.randn(13, 5)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        torch.compile(torch.cos, backend="k31", options={"codegen": "ops"})(x)
+    assert last_report().inputs == ["float32[?, 5]"]
+    assert last_report().memory["peak"] == 13 * 5 * 4
+
+
 def test_a_refusal_knows_its_layers(stack: ModuleType) -> None:
     model = stack.smooth().model
     k31compile.explain(model, stack.tokens())

@@ -71,13 +71,17 @@ def test_a_bad_value_names_field_value_and_what_is_allowed(given: dict[str, Any]
         {"quant": "layered"},
         {"layout": "nz"},
         {"cache": "somewhere"},
-        {"codegen": "tiered"},
     ],
     ids=str,
 )
 def test_what_is_not_built_is_refused_as_such(given: dict[str, Any]) -> None:
     with pytest.raises(NotBuiltYetError, match="is not built yet; "):
         Options.from_mapping(given)
+
+
+def test_a_child_that_builds_needs_a_cache() -> None:
+    with pytest.raises(OptionError, match="codegen='tiered' needs cache=True"):
+        Options(codegen="tiered", cache=False)
 
 
 def test_a_contract_is_named_by_text_or_path() -> None:
