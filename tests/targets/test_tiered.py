@@ -184,7 +184,7 @@ def test_one_build_serves_the_lengths_that_it_was_made_for(monkeypatch: pytest.M
     monkeypatch.delattr(made[0], "_run")  # what runs operator by operator
     for length in (2, 7, 64, 1000):
         other = torch.randn(length, 5)
-        torch.testing.assert_close(compiled(other), rows(other))
+        torch.testing.assert_close(compiled(other), rows(other.double()).float(), rtol=1e-4, atol=1e-4)
     assert len(k31compile.reports()) == 1
 
 
