@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -94,8 +94,8 @@ def test_the_predicted_peak_is_near_the_measured_one(stack: ModuleType, monkeypa
     compile_for_cpu = k31compile.backend.compile_for_cpu
     measured: list[int] = []
 
-    def measure(module: fx.GraphModule, example_inputs: Sequence[Any], options: Any) -> Callable[..., Any]:
-        compiled = compile_for_cpu(module, example_inputs, options)
+    def measure(module: fx.GraphModule, *rest: Any) -> Callable[..., Any]:
+        compiled = compile_for_cpu(module, *rest)
 
         def call(*inputs: Any) -> Any:
             with Allocations([i for i in inputs if isinstance(i, torch.Tensor)]) as allocations:
