@@ -3,7 +3,7 @@
 `int()` of a SymInt would add a guard and recompile the user's model at each length, so nobody calls it here.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -54,6 +54,13 @@ def symbols_of(sizes: Iterable[Any]) -> list[sympy.Symbol]:
 def value_of(node: fx.Node) -> Any:
     """`meta["val"]` of a node: a fake tensor, a SymInt, a tuple of them, or None."""
     return node.meta.get("val")
+
+
+def input_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """What the inputs of a graph look like, dynamic sizes as symbols: an example may be a real tensor without any."""
+    nodes = module.graph.find_nodes(op="placeholder")
+    known = (node.meta.get("val", node.meta.get("example_value")) for node in nodes)
+    return [example if value is None else value for value, example in zip(known, example_inputs, strict=True)]
 
 
 def is_tensor(node: fx.Node) -> bool:

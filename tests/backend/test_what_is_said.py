@@ -45,7 +45,7 @@ def test_a_model_without_anything_of_ours_says_so(caplog: pytest.LogCaptureFixtu
     [
         ({"codegen": "op"}, "did you mean 'ops'"),
         ({"code_gen": "ops"}, "did you mean 'codegen'"),
-        ({"codegen": "tiered"}, "not built yet"),
+        ({"codegen": "tiered", "cache": False}, "needs cache=True"),
         ({"target": "ascend-a3"}, "not built yet"),
         ({"fuse": ["mega_kda"]}, "not built yet"),
     ],

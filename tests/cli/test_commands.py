@@ -6,8 +6,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from k31compile.passes.registry import all_passes
 
 Run = Callable[..., tuple[int, str, str]]
@@ -50,13 +48,6 @@ def test_explain_writes_a_page_that_needs_nothing_else(small: str, tmp_path: Pat
     parser.handle_endtag = lambda tag: opened.remove(tag)  # type: ignore[method-assign]
     parser.feed(text)
     assert opened == ["meta"]
-
-
-@pytest.mark.parametrize("command", ["explain", "check"])
-def test_a_contract_is_refused_as_not_built(command: str, small: str, k31: Run) -> None:
-    code, _, err = k31(command, f"{small}:entry", "--lock", "k31.lock")
-    assert code == 2
-    assert "K31-0102: a fusion contract (--lock) is not built yet" in err
 
 
 def test_a_page_needs_a_folder(small: str, k31: Run) -> None:

@@ -1,6 +1,7 @@
 """Options: refused early, with the nearest known name, and never half understood."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ def test_an_unknown_option_names_the_nearest_and_lists_the_rest() -> None:
         ({"strict": None}, "it takes False, True"),
         ({"target": "gpu"}, "it takes None, 'cpu'"),
         ({"cache": 3}, "it takes True, False"),
+        ({"lock": True}, "it takes the path of a contract"),
+        ({"lock": ""}, "it takes the path of a contract"),
         ({"fuse": "lightning_indexer"}, "write fuse=['lightning_indexer']"),
         ({"fuse": None}, "it takes 'all' or a list"),
         ({"fuse": ["lightening_indexer"]}, "did you mean 'lightning_indexer'?"),
@@ -70,14 +73,21 @@ def test_a_bad_value_names_field_value_and_what_is_allowed(given: dict[str, Any]
         {"quant": "layered"},
         {"layout": "nz"},
         {"cache": "somewhere"},
-        {"codegen": "tiered"},
-        {"lock": "k31.lock"},
     ],
     ids=str,
 )
 def test_what_is_not_built_is_refused_as_such(given: dict[str, Any]) -> None:
     with pytest.raises(NotBuiltYetError, match="is not built yet; "):
         Options.from_mapping(given)
+
+
+def test_a_child_that_builds_needs_a_cache() -> None:
+    with pytest.raises(OptionError, match="codegen='tiered' needs cache=True"):
+        Options(codegen="tiered", cache=False)
+
+
+def test_a_contract_is_named_by_text_or_path() -> None:
+    assert Options.from_mapping({"lock": Path("a") / "k31.lock"}) == Options(lock=str(Path("a") / "k31.lock"))
 
 
 def test_the_guard_filter_of_torch_is_tolerated() -> None:

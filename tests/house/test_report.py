@@ -14,6 +14,7 @@ from k31compile.report import PassRun, Refusal, Report, clear_reports, last_repo
 KEYS = {
     *("fused", "contains", "refused", "graphs", "graph_breaks", "nodes_before", "nodes_after", "passes"),
     *("schedule", "cache", "phases", "versions", "notes", "providers", "confirmations"),
+    *("layers", "lines", "inputs", "memory", "tier"),
 }
 
 
@@ -47,7 +48,7 @@ def full() -> Report:
 def test_the_json_has_exactly_the_keys_of_the_interface() -> None:
     data = json.loads(full().to_json())
     assert set(data) == KEYS == set(Report().to_dict())
-    assert set(data["refused"][0]) == {"name", "reason", "where", "hint", "near_miss"}
+    assert set(data["refused"][0]) == {"name", "reason", "where", "hint", "near_miss", "layers"}
     assert set(data["passes"][0]) == {"name", "seconds", "changed", "numerics"}
     assert set(data["schedule"]) == {"streams", "events", "critical_path", "serial", "predicted", "super_kernels"}
     assert set(data["cache"]) == {"hit", "level", "key", "why"}
@@ -101,6 +102,19 @@ def test_merging_adds_counts_and_keeps_sentences_once() -> None:
     assert total.cache["why"] == "1 of 2 graphs were found"
     assert Report.merge([full()]).to_dict() == full().to_dict()
     assert Report.merge([]).graphs == 0
+
+
+def test_layers_of_several_graphs_add_up_and_the_hungriest_is_kept() -> None:
+    parts = [
+        Report(layers={"a.0": {"short_conv": 1}}, memory={"weights": 5, "inputs": 1, "peak": 7, "at": "m.py:1"}),
+        Report(layers={"a.0": {"short_conv": 2}, "a.1": {"kda_chunk": 1}}, tier="ops"),
+        Report(memory={"weights": 6, "inputs": 2, "peak": 9, "at": "m.py:2"}, tier="inductor"),
+    ]
+    merged = Report.merge(parts)
+    assert merged.layers == {"a.0": {"short_conv": 3}, "a.1": {"kda_chunk": 1}}
+    assert parts[0].layers == {"a.0": {"short_conv": 1}}
+    assert merged.memory == parts[2].memory
+    assert merged.tier == "ops and inductor"
 
 
 def test_schedules_of_one_call_add_up() -> None:
