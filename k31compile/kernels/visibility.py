@@ -8,8 +8,8 @@ q_b its number of query rows:
 
 A row i >= q_b is padding and sees nothing. Lengths of shape [B, T] give each row its own length (sparse_mode 0 only).
 
-A mask, [B, T, S] with any of the sizes 1, takes out more: as in torch's scaled_dot_product_attention a boolean one shows
-a position where it is True, and a float one is added to the score, where a number of at most -1e30 hides the position.
+A mask, [B, T, S] or 1 for any of these, takes out more: as in torch's scaled_dot_product_attention a boolean one shows
+a position where it is True and a float one is added to the score; there a number of at most -1e30 hides the position.
 It is exact for any content, left-padded batches of unequal prompts among them. The operators of Ascend know lengths and
 no mask: a target for them has to make of such a batch one first position and one length a request, or refuse the call.
 """
