@@ -13,7 +13,7 @@ from k31compile.check.places import place_of
 from k31compile.check.result import Stage, judged
 from k31compile.check.selections import INDEXER
 from k31compile.kernels import OPERATORS, paging
-from k31compile.kernels.visibility import visible_lengths
+from k31compile.kernels.visibility import masked_out, visible_lengths
 
 
 def operator_stages(calls: Sequence[Call]) -> list[Stage]:
@@ -77,5 +77,10 @@ def _scores(call: Call) -> torch.Tensor:
         keys = paging.slots(key, table, request, place, place < visible[request].max())[:, 0]
         dots = torch.einsum("thd,sd->ths", query[request], keys).relu()
         scores = torch.einsum("th,ths->ts", weights[request], dots)
-        found.append(scores.masked_fill(place >= visible[request][:, None], -torch.inf))
+        hidden = place >= visible[request][:, None]
+        if (mask := options.get("mask")) is not None:
+            part = mask.expand(batch, rows, limit)[request]
+            hidden = hidden | masked_out(part)
+            scores = scores if part.dtype == torch.bool else scores + part.to(scores.dtype)
+        found.append(scores.masked_fill(hidden, -torch.inf))
     return torch.cat(found)

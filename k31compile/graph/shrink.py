@@ -15,21 +15,20 @@ def shrunk_sizes(lengths: Mapping[str, int], others: Sequence[int], page: int = 
     """A map from sizes to smaller ones, or an empty one where that is not worth while or ambiguous.
 
     `lengths` holds b, t, s and k; `others` are the sizes of the operands' other dimensions; `page` is the number of
-    positions in a page, of which the keys are then a multiple; there are twice as many keys as the constant `beyond`.
+    positions in a page, of which the keys are then a multiple; there are twice as many keys as the constant `beyond`,
+    and more chosen ones than that: the constant may be a window, or the part of a longer list that is used.
     """
     t, s, k = (lengths[letter] for letter in "tsk")
-    small: dict[int, int] = {}
+    if s <= _LARGE:
+        return {}
     keys = max(SMALL_KEYS, 2 * beyond + 3)
-    if s > _LARGE:
-        small[s] = keys if not page else page * -(-keys // page)
-        if small[s] >= s:
-            return {}
-    if k > SMALL_COUNT:
-        small.setdefault(k, SMALL_COUNT)
-    if t > SMALL_ROWS:
-        rows = max(SMALL_ROWS, min(small.get(s, s), 2 * beyond + 1))
-        if rows < t:
-            small.setdefault(t, rows)
+    keys = keys if not page else page * -(-keys // page)
+    rows = max(SMALL_ROWS, min(keys, 2 * beyond + 1))
+    small: dict[int, int] = {}
+    for size, smallest in ((s, keys), (k, max(SMALL_COUNT, beyond + 1)), (t, rows)):
+        # A number that is two lengths at once stays as large as either needs.
+        small[size] = max(small.get(size, 0), min(smallest, size))
+    small = {size: less for size, less in small.items() if less < size}
     if s not in small or any(size in small for size in others):
         return {}
     if page:

@@ -1,6 +1,6 @@
 """``k31::lightning_indexer``: the best `sparse_count` cache positions of every query row (K3.1 spec 2.8).
 
-    score[b, t, s] = sum_h weights[b, t, h] * relu(query[b, t, h] . key[b, s])
+    score[b, t, s] = sum_h weights[b, t, h] * relu(query[b, t, h] . key[b, s])  (+ mask[b, t, s] of a float mask)
 
 The result is a set: a larger score wins, equal scores go to the lower position, NaN counts as the largest.
 """
@@ -14,13 +14,13 @@ from k31compile.kernels import paging
 from k31compile.kernels.checks import check_indexer, check_indexer_words
 from k31compile.kernels.cpu.lightning_indexer import indexer_provider
 from k31compile.kernels.library import register_operator
-from k31compile.kernels.visibility import check_lengths, visible_lengths
+from k31compile.kernels.visibility import check_lengths, check_mask, masked_out, visible_lengths
 
 SCHEMA = (
     "lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
     "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', "
     "str layout_key='BSND', SymInt sparse_count=2048, int sparse_mode=3, str order='position', "
-    "str tail='minus_one') -> Tensor"
+    "str tail='minus_one', Tensor? mask=None) -> Tensor"
 )
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -39,6 +39,7 @@ def lightning_indexer_fake(
     sparse_mode: int = 3,
     order: str = "position",
     tail: str = "minus_one",
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Shape and dtype of the result, int32 [B, T, 1, sparse_count]; sizes may be symbolic and stay so."""
     if query.dim() != 4:
@@ -61,6 +62,7 @@ def lightning_indexer_reference(
     sparse_mode: int = 3,
     order: str = "position",
     tail: str = "minus_one",
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Select positions; the definition of the operator, in row blocks.
 
@@ -72,6 +74,7 @@ def lightning_indexer_reference(
         order: "position" lists the selected ascending, "score" by descending score.
         tail: what follows them in a row that sees fewer than `sparse_count`: -1 ("minus_one") or the lowest
             positions that were not selected, ascending ("lowest").
+        mask: boolean (True is visible) or float (added), [B, T, S] or 1 for any of these (visibility.py).
 
     Returns int32 [B, T, 1, sparse_count]. Raises OperatorError on anything outside this contract.
     """
@@ -80,6 +83,7 @@ def lightning_indexer_reference(
     batch, rows, heads, _ = query.shape
     check_lengths((batch, rows), actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode)
     limit = paging.positions(key, block_table)
+    check_mask(mask, (batch, rows, limit), query.device)
     visible = visible_lengths(
         (batch, rows), limit, actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode, query.device
     )
@@ -92,7 +96,12 @@ def lightning_indexer_reference(
         for start in range(0, rows, step):
             block = (request, slice(start, start + step))
             scores = _scores(query[block], keys, weights[block])
-            result[block] = _select(scores, visible[block], sparse_count, order, tail)[:, None]
+            hidden = place >= visible[block][:, None]
+            if mask is not None:
+                part = mask.expand(batch, rows, limit)[block]
+                hidden = hidden | masked_out(part)
+                scores = scores if part.dtype == torch.bool else scores + part.to(scores.dtype)
+            result[block] = _select(scores, hidden, sparse_count, order, tail)[:, None]
     return result
 
 
@@ -104,19 +113,22 @@ def _scores(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> t
         return (weights.to(dtype)[..., None] * dots).sum(1)
 
 
-def _select(scores: torch.Tensor, visible: torch.Tensor, count: int, order: str, tail: str) -> torch.Tensor:
+def _select(scores: torch.Tensor, hidden: torch.Tensor, count: int, order: str, tail: str) -> torch.Tensor:
     limit = scores.shape[1]
-    place = torch.arange(limit, device=scores.device)
-    hidden = place >= visible[:, None]
+    visible = (~hidden).sum(1, keepdim=True)
     # Stable and descending: NaN first, ties by position; hidden positions lose even against a visible -inf.
     ranked = torch.sort(scores.masked_fill(hidden, -torch.inf), dim=1, stable=True, descending=True).indices
+    ranked = ranked.gather(1, torch.sort(hidden.gather(1, ranked).to(torch.int8), dim=1, stable=True).indices)
     ranked = torch.nn.functional.pad(ranked[:, :count], (0, max(0, count - limit)))
     slot = torch.arange(count, device=scores.device)
-    empty = slot >= visible[:, None]
+    empty = slot >= visible
     if order == "position":
         ranked = ranked.masked_fill(empty, limit).sort(dim=1).values
-    # A row with a tail selected all that it sees, so the lowest unselected position of slot j is j.
-    filler = slot if tail == "lowest" else torch.full_like(slot, -1)
+    filler = torch.full_like(ranked, -1)
+    if tail == "lowest":
+        # A row with a tail selected all that it sees, so what was not selected is what is hidden.
+        rest = torch.sort((~hidden).to(torch.int8), dim=1, stable=True).indices
+        filler = rest.gather(1, (slot - visible).clamp(0, max(limit - 1, 0))) if limit else filler
     return torch.where(empty, filler, ranked).to(torch.int32)
 
 

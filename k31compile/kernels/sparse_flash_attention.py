@@ -2,7 +2,8 @@
 
     out[b, t, h] = softmax_j((query . key[idx_j] + query_rope . key_rope[idx_j]) * scale_value) . value[idx_j]
 
-over the slots j with 0 <= idx_j < visible(b, t); a row with no such slot gives exact zeros.
+over the slots j with 0 <= idx_j < visible(b, t) that no mask hides; a row with no such slot gives exact zeros. A float
+mask is added to the logits at idx_j.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from k31compile.kernels import paging
 from k31compile.kernels.checks import check_attention, check_attention_words
 from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
 from k31compile.kernels.library import register_operator
-from k31compile.kernels.visibility import check_lengths, visible_lengths
+from k31compile.kernels.visibility import check_lengths, check_mask, masked_out, visible_lengths
 
 SCHEMA = (
     "sparse_flash_attention(Tensor query, Tensor key, Tensor value, Tensor sparse_indices, float scale_value, "
     "*, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
     "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', "
-    "str layout_kv='BSND', int sparse_mode=3, int attention_mode=2) -> Tensor"
+    "str layout_kv='BSND', int sparse_mode=3, int attention_mode=2, Tensor? mask=None) -> Tensor"
 )
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -42,6 +43,7 @@ def sparse_flash_attention_fake(
     layout_kv: str = "BSND",
     sparse_mode: int = 3,
     attention_mode: int = 2,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Shape and dtype of the result, [B, T, H, Dv] in query's dtype; sizes may be symbolic and stay so."""
     if query.dim() != 4:
@@ -77,6 +79,7 @@ def sparse_flash_attention_reference(
     layout_kv: str = "BSND",
     sparse_mode: int = 3,
     attention_mode: int = 2,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend to the named rows; the definition of the operator, in row blocks.
 
@@ -86,6 +89,7 @@ def sparse_flash_attention_reference(
         sparse_indices: integers [B, T, 1, K]; a negative one names nothing, one beyond the cache is an error.
         query_rope, key_rope: [B, T, H, R] and [B, S, N, R] (or pages), added to the logits.
         actual_seq_lengths_query: integers [B]; actual_seq_lengths_kv: integers [B] or [B, T] (visibility.py).
+        mask: boolean (True is visible) or float (added), [B, T, S] or 1 for any of these (visibility.py).
 
     Softmax runs in float32 (float64 for float64 tensors). Returns [B, T, H, Dv] in query's dtype. Raises
     OperatorError on anything outside this contract.
@@ -96,6 +100,7 @@ def sparse_flash_attention_reference(
     check_lengths((batch, rows), actual_seq_lengths_query, actual_seq_lengths_kv, sparse_mode)
     limit = paging.positions(key, block_table)
     check_range(sparse_indices, limit)
+    check_mask(mask, (batch, rows, limit), query.device)
     visible = visible_lengths(
         (batch, rows), limit, actual_seq_lengths_query, actual_seq_lengths_kv, sparse_mode, query.device
     )
@@ -109,23 +114,34 @@ def sparse_flash_attention_reference(
             block = (request, slice(start, start + step))
             index = sparse_indices[block][:, 0].to(torch.int64)
             used = (index >= 0) & (index < visible[block][:, None])
+            bias = None
+            if mask is not None:
+                part = mask.expand(batch, rows, limit)[block].gather(1, torch.where(used, index, 0))
+                used, bias = used & ~masked_out(part), None if part.dtype == torch.bool else part
             caches = (key, value) if key_rope is None else (key, value, key_rope)
             read = [paging.slots(cache, block_table, request, index, used) for cache in caches]
             keys = read[0] if key_rope is None else torch.cat((read[0], read[2]), dim=-1)
-            result[block] = _attend(query[block], keys, read[1], used, scale_value)
+            result[block] = _attend(query[block], keys, read[1], used, scale_value, bias)
     return result
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, used: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    used: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of [t, H, D] over gathered rows [t, K, N, .] where `used` [t, K]."""
+    """Attention of [t, H, D] over gathered rows [t, K, N, .] where `used` [t, K]; `bias` [t, K] is added."""
     wide = torch.float64 in (query.dtype, keys.dtype, values.dtype)
     dtype = torch.float64 if wide else torch.float32
     heads, groups = query.shape[1], keys.shape[2]
     with torch.autocast(query.device.type, enabled=False):
         grouped = query.to(dtype).reshape(query.shape[0], groups, heads // groups, -1)
         logits = torch.einsum("tngd,tknd->tngk", grouped, keys.to(dtype)) * scale
+        if bias is not None:
+            logits = logits + bias.to(dtype)[:, None, None, :]
         logits = logits.masked_fill(~used[:, None, None, :], -torch.inf)
         top = logits.amax(-1, keepdim=True) if used.shape[1] else logits.new_zeros((*logits.shape[:3], 1))
         weight = torch.exp(logits - top.masked_fill(top == -torch.inf, 0))

@@ -7,6 +7,11 @@ q_b its number of query rows:
     sparse_mode 3:  visible = len_b - q_b + 1 + i      (causal, aligned to the lower right corner)
 
 A row i >= q_b is padding and sees nothing. Lengths of shape [B, T] give each row its own length (sparse_mode 0 only).
+
+A mask, [B, T, S] or 1 for any of these, takes out more: as in torch's scaled_dot_product_attention a boolean one shows
+a position where it is True and a float one is added to the score; there a number of at most -1e30 hides the position.
+It is exact for any content, left-padded batches of unequal prompts among them. The operators of Ascend know lengths and
+no mask: a target for them has to make of such a batch one first position and one length a request, or refuse the call.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from k31compile.errors import OperatorError
 
 FULL = 0
 CAUSAL = 3
+HIDES = -1e30
 INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
 
@@ -70,6 +76,26 @@ def visible_lengths(
     # Clamped last: a padded chunk at the end of a cache has a length beyond it, and its first rows are real.
     visible = (length if sparse_mode == FULL else length - queries + 1 + row).clamp(0, positions)
     return torch.where(row < queries, visible, 0).contiguous()
+
+
+def check_mask(mask: torch.Tensor | None, sizes: tuple[int, int, int], device: torch.device) -> None:
+    """Check dtype, device and shape of a mask against `sizes` = (batch, query rows, positions)."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise OperatorError(f"mask must be boolean or floating point, not {mask.dtype}")
+    if mask.device != device:
+        raise OperatorError(f"mask is on {mask.device}, query on {device}")
+    if mask.dim() != 3 or any(size not in (1, full) for size, full in zip(mask.shape, sizes, strict=True)):
+        raise OperatorError(f"mask must have shape {list(sizes)} or 1 for any of these, not {list(mask.shape)}")
+
+
+def masked_out(mask: torch.Tensor) -> torch.Tensor:
+    """Where a mask, or a part of one, hides: boolean, in its shape."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    # Not in bfloat16, which would round the bound.
+    return mask.to(torch.promote_types(mask.dtype, torch.float32)) <= HIDES
 
 
 def check_integers(name: str, tensor: torch.Tensor) -> None:

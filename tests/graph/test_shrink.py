@@ -57,6 +57,18 @@ def test_a_window_forces_sizes_beyond_it(window):
     assert small.get(509, 509) >= min(509, 2 * window + 1)
 
 
+def test_a_list_of_which_a_part_is_used_stays_longer_than_the_part():
+    small = shrunk_sizes(LENGTHS, (3, 7), beyond=13)
+    assert small[1021] == 14
+
+
+def test_a_number_that_is_two_lengths_is_as_large_as_either_needs():
+    """A full sort of 43 keys of which 13 are used: with 11 of each, using 13 looked like using all."""
+    assert shrunk_sizes({"b": 2, "t": 1, "s": 43, "k": 43}, (3, 7), beyond=13) == {}
+    assert shrunk_sizes({**LENGTHS, "k": 4016}, (3, 7))[4016] == SMALL_KEYS
+    assert shrunk_sizes({**LENGTHS, "t": 1021}, (3, 7), beyond=40)[1021] == 81
+
+
 def test_a_window_as_long_as_half_the_keys_shrinks_nothing():
     assert shrunk_sizes(LENGTHS, (3, 7), beyond=2048) == {}
 

@@ -55,6 +55,21 @@ def test_near_attention(name):
     hold(run(fn, *with_attention()), "sparse_flash_attention", words)
 
 
+@pytest.mark.parametrize(("keys", "chosen", "used"), [(43, 43, 13), (301, 60, 13), (44, 12, 11)])
+def test_a_longer_list_of_which_a_part_is_used(keys, chosen, used):
+    """Confirmed at smaller sizes, the part must not become the whole."""
+    generator = torch.Generator().manual_seed(8)
+    q, c = torch.randn(2, 3, 4, 9, generator=generator), torch.randn(2, keys, 9, generator=generator)
+    listed = torch.rand(2, 3, keys, generator=generator).argsort(-1)[..., :chosen].contiguous()
+
+    def attend(q, c, listed):
+        unchosen = torch.ones(2, 3, keys, dtype=torch.bool).scatter(-1, listed[..., :used], False)
+        logits = torch.einsum("bthd,bsd->bths", q, c).masked_fill(unchosen.unsqueeze(2), -torch.inf)
+        return torch.einsum("bths,bsd->bthd", logits.softmax(-1), c)
+
+    assert_close(run(attend, q, c, listed).got, attend(q, c, listed), rtol=0, atol=1e-5)
+
+
 def test_short_history_reads_no_future():
     name = "gather_without_mask"
     fn, words = ATTENTIONS[name]

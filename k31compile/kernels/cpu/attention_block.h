@@ -16,6 +16,7 @@ struct AttentionCall {
     Operand value;
     Paging paging;
     Lengths lengths;
+    Mask mask;
     const char* indices;
     int64_t index_bytes;
     int64_t index_stride_request;
@@ -88,7 +89,7 @@ template <class Dot> struct Block {
 
     void gather(const AttentionCall& call, const Shape<Dot>& s, const RequestCache& cache, int64_t head,
                 const int64_t* positions, int64_t n, int64_t ahead);
-    void score(const Shape<Dot>& s, const Element* query, int64_t n, float scale);
+    void score(const Shape<Dot>& s, const Element* query, int64_t n, float scale, const float* biases);
     void weigh(const Shape<Dot>& s, int64_t n, Partial& state);
     void mix(const Shape<Dot>& s, int64_t n, Partial& state) const;
 };
@@ -130,7 +131,9 @@ void score_heads(const char* const* rows, int64_t n, int64_t depth, const typena
     }
 }
 
-template <class Dot> void Block<Dot>::score(const Shape<Dot>& s, const Element* query, int64_t n, float scale) {
+// `biases` holds what a float mask adds to each key's logits, and is null without one.
+template <class Dot>
+void Block<Dot>::score(const Shape<Dot>& s, const Element* query, int64_t n, float scale, const float* biases) {
     const char* rows[KEYS];
     for (int64_t j = 0; j < KEYS; j++) rows[j] = keys + std::min(j, n - 1) * s.depth * 4;
     const int64_t vectors = s.head_lanes / LANES;
@@ -140,6 +143,9 @@ template <class Dot> void Block<Dot>::score(const Shape<Dot>& s, const Element* 
         heads(rows, n, s.depth, query + v * LANES * s.depth, scale, logits + v * LANES, s.head_lanes);
         v += width;
     }
+    if (!biases) return;
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t h = 0; h < s.head_lanes; h++) logits[j * s.head_lanes + h] += biases[j];
 }
 
 // Logits become weights; the state's maximum and sum move on, `decay` says how much its output shrinks.

@@ -45,6 +45,37 @@ struct Lengths {
     }
 };
 
+constexpr int64_t BOOLEAN = 2;     // beside the dtypes of numbers; only a mask has it
+constexpr float HIDES = -1e30f;    // what a float mask adds to hide, or less (visibility.py)
+
+// What a mask says of one row's positions.
+struct MaskRow {
+    const char* data;
+    int64_t dtype;
+    int64_t stride;
+
+    K31_INLINE bool is_float() const { return data && dtype != BOOLEAN; }
+    K31_INLINE float bias(int64_t position) const { return element_of(data, dtype, position * stride); }
+    K31_INLINE bool hides(int64_t position) const {
+        if (!data) return false;
+        return dtype == BOOLEAN ? !data[position * stride] : bias(position) <= HIDES;
+    }
+};
+
+// [request, row, position]; null where nothing is masked.
+struct Mask {
+    const char* data;
+    int64_t dtype;
+    int64_t stride_outer;
+    int64_t stride_row;
+    int64_t stride_key;
+
+    K31_INLINE MaskRow row(int64_t b, int64_t i) const {
+        const int64_t size = dtype == BOOLEAN ? 1 : size_of(dtype);
+        return {data ? data + (b * stride_outer + i * stride_row) * size : nullptr, dtype, stride_key};
+    }
+};
+
 // Positions of one request, and where each of them lies.
 struct RequestCache {
     const Paging& paging;

@@ -12,6 +12,7 @@ from k31compile.kernels.visibility import CAUSAL
 
 OK, BAD_BLOCK, BAD_INDEX, NO_MEMORY = range(4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+MASK_DTYPES = {**DTYPES, torch.bool: 2}
 ACTIVATIONS = {"none": 0, "sigmoid": 1, "silu": 2}
 
 
@@ -37,6 +38,12 @@ class Lengths(ctypes.Structure):
     _fields_ = _integers("query key key_per_row causal batch rows limit")
 
 
+class Mask(ctypes.Structure):
+    """A mask [request, row, position], all zero where there is none."""
+
+    _fields_ = _integers("data dtype stride_outer stride_row stride_key")
+
+
 class IndexerCall(ctypes.Structure):
     """Arguments of k31_lightning_indexer."""
 
@@ -46,6 +53,7 @@ class IndexerCall(ctypes.Structure):
         ("weights", Operand),
         ("paging", Paging),
         ("lengths", Lengths),
+        ("mask", Mask),
         *_integers("heads width count by_score fill_lowest threads result failed"),
     ]
 
@@ -57,6 +65,7 @@ class AttentionCall(ctypes.Structure):
         *((name, Operand) for name in ("query", "query_rope", "key", "key_rope", "value")),
         ("paging", Paging),
         ("lengths", Lengths),
+        ("mask", Mask),
         *_integers("indices index_bytes index_stride_request index_stride_row count"),
         *_integers("heads groups width rope_width value_width"),
         ("scale", ctypes.c_double),
@@ -225,6 +234,19 @@ def lengths(
         *rows,
         limit,
     )
+
+
+def maskable(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask in a dtype that the kernels read: itself, or float32 of a wider or a half one."""
+    return tensor if tensor is None or tensor.dtype in MASK_DTYPES else tensor.to(torch.float32)
+
+
+def mask(tensor: torch.Tensor | None) -> Mask:
+    """Describe a mask [B, T, S], any of the sizes 1, that `maskable` gave."""
+    if tensor is None:
+        return Mask()
+    strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Mask(tensor.data_ptr(), MASK_DTYPES[tensor.dtype], *strides)
 
 
 def is_transposed(matrix: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ struct IndexerCall {
     Operand weights;
     Paging paging;
     Lengths lengths;
+    Mask mask;
     int64_t heads;
     int64_t width;
     int64_t count;
@@ -26,6 +27,23 @@ struct IndexerCall {
     int64_t failed;
 };
 
+// What a row sees: of the positions from `begin` to `end` those that the mask does not hide, `count` of them.
+struct Seen {
+    MaskRow mask;
+    int64_t begin, end, count;
+
+    Seen(const IndexerCall& call, int64_t b, int64_t row)
+        : mask(call.mask.row(b, row)), begin(0), end(call.lengths.visible(b, row)), count(end) {
+        if (!mask.data) return;
+        while (end > 0 && mask.hides(end - 1)) end--;
+        while (begin < end && mask.hides(begin)) begin++;
+        count = 0;
+        for (int64_t s = begin; s < end; s++) count += !mask.hides(s);
+    }
+    bool has(int64_t s) const { return s >= begin && s < end && !mask.hides(s); }
+};
+
+constexpr uint32_t HIDDEN_RANK = 0;  // below every rank of a score
 constexpr int64_t KEYS_PER_TASK = 16 * ROW_BLOCK;
 constexpr double WORTH_A_THREAD = 2e6;  // multiplications below which waking a thread costs more than it saves
 
@@ -94,7 +112,7 @@ void score_panel(KeyBlock& block, int64_t keys, int64_t depth, const typename Do
 
 template <class Dot>
 void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const RequestCache& cache,
-                 int64_t from, int64_t to, int64_t end, uint32_t* ranks) {
+                 const MaskRow& mask, int64_t from, int64_t to, int64_t end, uint32_t* ranks) {
     const int64_t keys = to - from, depth = depth_of<Dot>(call.width), bytes = call.width * size_of(call.key.dtype);
     const bool direct = in_place<Dot>(call.key.dtype, call.width);
     for (int64_t r = 0; r < ROW_BLOCK; r++) {
@@ -115,26 +133,39 @@ void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBloc
         score(block, keys, depth, panel, query.weights + v, query.exists + v, v == 0);
         v += width;
     }
-    for (int64_t r = 0; r < keys; r++) ranks[from + r] = rank_of(sum_lanes(block.sums[r]));
+    for (int64_t r = 0; r < keys; r++) {
+        const float bias = mask.is_float() ? mask.bias(from + r) : 0.0f;
+        ranks[from + r] = mask.hides(from + r) ? HIDDEN_RANK : rank_of(sum_lanes(block.sums[r]) + bias);
+    }
 }
 
 template <class Dot>
 void score_range(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const RequestCache& cache,
-                 int64_t from, int64_t to, uint32_t* ranks) {
+                 const MaskRow& mask, int64_t from, int64_t to, uint32_t* ranks) {
     for (int64_t s = from; s < to; s += ROW_BLOCK)
-        score_block<Dot>(call, query, block, cache, s, std::min<int64_t>(s + ROW_BLOCK, to), to, ranks);
+        score_block<Dot>(call, query, block, cache, mask, s, std::min<int64_t>(s + ROW_BLOCK, to), to, ranks);
 }
 
 // A row that sees no more than `count` keys selects them all: nothing to score unless their order is asked for.
-inline bool needs_scores(const IndexerCall& call, int64_t visible) {
-    return visible > call.count ? call.count > 0 : call.by_score && visible > 1;
+inline bool needs_scores(const IndexerCall& call, const Seen& seen) {
+    return seen.count > call.count ? call.count > 0 : call.by_score && seen.count > 1;
 }
 
-void emit(const IndexerCall& call, int64_t visible, const uint32_t* ranks, uint32_t* counts, int32_t* out) {
-    select_positions(ranks, visible, call.count, counts, out);
-    const int64_t selected = std::min(visible, call.count);
-    if (call.by_score && needs_scores(call, visible)) sort_by_score(ranks, selected, out);
-    for (int64_t j = selected; j < call.count; j++) out[j] = call.fill_lowest ? int32_t(j) : -1;
+void emit(const IndexerCall& call, const Seen& seen, uint32_t* ranks, uint32_t* counts, int32_t* out) {
+    const int64_t selected = std::min(seen.count, call.count);
+    if (seen.count > call.count) {
+        std::fill(ranks, ranks + seen.begin, HIDDEN_RANK);
+        select_positions(ranks, seen.end, call.count, counts, out);
+    } else {
+        for (int64_t s = seen.begin, j = 0; s < seen.end; s++)
+            if (seen.has(s)) out[j++] = int32_t(s);
+    }
+    if (call.by_score && needs_scores(call, seen)) sort_by_score(ranks, selected, out);
+    for (int64_t j = selected, s = 0; j < call.count; j++, s++) {
+        if (call.fill_lowest)
+            while (seen.has(s)) s++;
+        out[j] = call.fill_lowest ? int32_t(s) : -1;
+    }
 }
 
 // Everything that a thread touches when it works on a row.
@@ -158,12 +189,13 @@ template <class Dot> void over_rows(const IndexerCall& call, int64_t threads, ch
         const int64_t row = item / batch, b = item % batch;
         Carver carver(base + omp_get_thread_num() * stride);
         Worker<Dot> worker = Worker<Dot>::carve(carver, call);
-        const int64_t visible = call.lengths.visible(b, row);
-        if (needs_scores(call, visible)) {
+        const Seen seen(call, b, row);
+        if (needs_scores(call, seen)) {
             worker.query.pack(call, b, row);
-            score_range<Dot>(call, worker.query, worker.block, {call.paging, b}, 0, visible, worker.ranks);
+            score_range<Dot>(call, worker.query, worker.block, {call.paging, b}, seen.mask, seen.begin, seen.end,
+                             worker.ranks);
         }
-        emit(call, visible, worker.ranks, worker.counts, call.result + (b * rows + row) * call.count);
+        emit(call, seen, worker.ranks, worker.counts, call.result + (b * rows + row) * call.count);
     }
 }
 
@@ -173,18 +205,18 @@ template <class Dot> void over_keys(const IndexerCall& call, int64_t threads, ch
     Worker<Dot> shared = Worker<Dot>::carve(shared_carver, call);
     for (int64_t item = 0; item < call.lengths.batch * call.lengths.rows; item++) {
         const int64_t b = item / call.lengths.rows, row = item % call.lengths.rows;
-        const int64_t visible = call.lengths.visible(b, row);
-        if (needs_scores(call, visible)) {
+        const Seen seen(call, b, row);
+        if (needs_scores(call, seen)) {
             shared.query.pack(call, b, row);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-            for (int64_t s = 0; s < visible; s += KEYS_PER_TASK) {
+            for (int64_t s = seen.begin; s < seen.end; s += KEYS_PER_TASK) {
                 Carver carver(base + omp_get_thread_num() * stride);
                 KeyBlock block = Worker<Dot>::carve(carver, call).block;
-                score_range<Dot>(call, shared.query, block, {call.paging, b}, s, std::min(s + KEYS_PER_TASK, visible),
-                                 shared.ranks);
+                score_range<Dot>(call, shared.query, block, {call.paging, b}, seen.mask, s,
+                                 std::min(s + KEYS_PER_TASK, seen.end), shared.ranks);
             }
         }
-        emit(call, visible, shared.ranks, shared.counts, call.result + item * call.count);
+        emit(call, seen, shared.ranks, shared.counts, call.result + item * call.count);
     }
 }
 

@@ -8,7 +8,7 @@ from k31compile.kernels import paging
 from k31compile.kernels.checks import check_indexer, check_indexer_words
 from k31compile.kernels.cpu import calls, loader
 from k31compile.kernels.registry import Provider
-from k31compile.kernels.visibility import check_lengths
+from k31compile.kernels.visibility import check_lengths, check_mask
 
 
 def indexer_provider(variant: str = "fast") -> Provider:
@@ -28,11 +28,13 @@ def indexer_provider(variant: str = "fast") -> Provider:
         sparse_mode: int = 3,
         order: str = "position",
         tail: str = "minus_one",
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_indexer_words(layout_query, order, tail)
         check_indexer(query, key, weights, block_table, layout_key, sparse_count, tail)
         rows = (query.shape[0], query.shape[1])
         check_lengths(rows, actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode)
+        check_mask(mask, (*rows, paging.positions(key, block_table)), query.device)
         result = torch.empty((*rows, 1, sparse_count), dtype=torch.int32, device=query.device)
         if result.numel() == 0:
             return result
@@ -44,12 +46,14 @@ def indexer_provider(variant: str = "fast") -> Provider:
             calls.integers(actual_seq_lengths_key),
         )
         limit = paging.positions(key, table)
+        mask = calls.maskable(mask)
         arguments = calls.IndexerCall(
             calls.operand(query),
             calls.operand(key),
             calls.operand(weights),
             calls.paging(table, key),
             calls.lengths(lengths_query, lengths_key, sparse_mode, rows, limit),
+            calls.mask(mask),
             query.shape[2],
             query.shape[3],
             sparse_count,

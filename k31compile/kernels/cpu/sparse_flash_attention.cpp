@@ -26,15 +26,18 @@ inline int64_t count_items(const AttentionCall& call) { return call.lengths.batc
 template <class Dot> struct Prepared {
     typename Dot::Element* query;
     int64_t* positions;
+    float* biases;  // of a float mask; null without one
     int64_t used;
 
     static Prepared carve(Carver& from, const AttentionCall& call, const Shape<Dot>& s) {
-        return {from.take<typename Dot::Element>(s.head_lanes * s.depth), from.take<int64_t>(call.count), 0};
+        return {from.take<typename Dot::Element>(s.head_lanes * s.depth), from.take<int64_t>(call.count),
+                call.mask.row(0, 0).is_float() ? from.take<float>(call.count) : nullptr, 0};
     }
 
     Status collect(AttentionCall& call, const Item& item) {
         const int64_t visible = call.lengths.visible(item.request, item.row);
         const RequestCache cache{call.paging, item.request};
+        const MaskRow mask = call.mask.row(item.request, item.row);
         const char* list = call.indices + (item.request * call.index_stride_request + item.row * call.index_stride_row) *
                                               call.index_bytes;
         used = 0;
@@ -42,8 +45,9 @@ template <class Dot> struct Prepared {
             const int64_t position = call.index_bytes == 8 ? read<int64_t>(list + j * 8) : read<int32_t>(list + j * 4);
             if (position < 0) continue;
             if (position >= call.lengths.limit) return fail(call, BAD_INDEX, position);
-            if (position >= visible) continue;
+            if (position >= visible || mask.hides(position)) continue;
             if (!cache.exists(position)) return fail(call, BAD_BLOCK, item.request);
+            if (biases) biases[used] = mask.bias(position);
             positions[used++] = position;
         }
         return OK;
@@ -83,7 +87,7 @@ void attend_chunk(const AttentionCall& call, const Shape<Dot>& s, const Item& it
     for (int64_t j = from; j < to; j += KEYS) {
         const int64_t n = std::min(KEYS, to - j), ahead = std::clamp<int64_t>(to - j - n, 0, n);
         block.gather(call, s, {call.paging, item.request}, item.group, prepared.positions + j, n, ahead);
-        block.score(s, prepared.query, n, float(call.scale));
+        block.score(s, prepared.query, n, float(call.scale), prepared.biases ? prepared.biases + j : nullptr);
         block.weigh(s, n, state);
         block.mix(s, n, state);
     }

@@ -8,7 +8,7 @@ from k31compile.kernels import paging
 from k31compile.kernels.checks import check_attention, check_attention_words
 from k31compile.kernels.cpu import calls, loader
 from k31compile.kernels.registry import Provider
-from k31compile.kernels.visibility import check_lengths
+from k31compile.kernels.visibility import check_lengths, check_mask
 
 
 def attention_provider(variant: str = "fast") -> Provider:
@@ -31,11 +31,13 @@ def attention_provider(variant: str = "fast") -> Provider:
         layout_kv: str = "BSND",
         sparse_mode: int = 3,
         attention_mode: int = 2,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_attention_words(layout_query, sparse_block_size, attention_mode)
         check_attention(query, key, value, sparse_indices, block_table, query_rope, key_rope, layout_kv, attention_mode)
         rows = (query.shape[0], query.shape[1])
         check_lengths(rows, actual_seq_lengths_query, actual_seq_lengths_kv, sparse_mode)
+        check_mask(mask, (*rows, paging.positions(key, block_table)), query.device)
         result = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
         if result.numel() == 0:
             return result
@@ -51,6 +53,7 @@ def attention_provider(variant: str = "fast") -> Provider:
             calls.integers(actual_seq_lengths_kv),
         )
         limit = paging.positions(key, table)
+        mask = calls.maskable(mask)
         arguments = calls.AttentionCall(
             calls.operand(query),
             calls.operand(query_rope),
@@ -59,6 +62,7 @@ def attention_provider(variant: str = "fast") -> Provider:
             calls.operand(value),
             calls.paging(table, key),
             calls.lengths(lengths_query, lengths_kv, sparse_mode, rows, limit),
+            calls.mask(mask),
             indices.data_ptr(),
             indices.element_size(),
             indices.stride(0),

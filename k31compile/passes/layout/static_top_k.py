@@ -13,9 +13,10 @@ from k31compile.passes.registry import PassResult, register_pass
 
 _INDEXER = "k31.lightning_indexer.default"
 _ATTENTION = "k31.sparse_flash_attention.default"
-_LENGTHS = (
+_WHAT_IS_SEEN = (
     ("actual_seq_lengths_query", "actual_seq_lengths_query"),
     ("actual_seq_lengths_key", "actual_seq_lengths_kv"),
+    ("mask", "mask"),
 )
 
 
@@ -74,7 +75,7 @@ def _sees_the_same(indexer: fx.Node, attention: fx.Node) -> bool:
     """Same visible keys: then the slots that turn to -1 are those that the attention leaves out anyway."""
     if indexer.kwargs.get("sparse_mode", 3) != attention.kwargs.get("sparse_mode", 3):
         return False
-    return all(_same(indexer.kwargs.get(ours), attention.kwargs.get(theirs)) for ours, theirs in _LENGTHS)
+    return all(_same(indexer.kwargs.get(ours), attention.kwargs.get(theirs)) for ours, theirs in _WHAT_IS_SEEN)
 
 
 def _same(left: Any, right: Any) -> bool:

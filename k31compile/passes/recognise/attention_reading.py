@@ -26,20 +26,21 @@ from k31compile.graph.sizes import (
 from k31compile.passes.recognise.attention_anchor import Attention
 from k31compile.passes.recognise.attention_forms import Form
 from k31compile.passes.recognise.attention_samples import Producer, each_once, index_rows
+from k31compile.passes.recognise.masks import MaskLeaf, sample_mask
 from k31compile.passes.recognise.operands import (
     Dense,
     Paged,
     sample_table,
     spread,
 )
-from k31compile.passes.recognise.visibility import Visibility, hypotheses, sample_counts
+from k31compile.passes.recognise.visibility import Visibility, hypotheses, masked_hypotheses, sample_counts
 
 _TIMES = {ATEN.mul.Tensor, ATEN.mul.Scalar}
 _FACTORS = {*_TIMES, ATEN.div.Tensor, ATEN.div.Scalar}
 
 
 class AttentionReading(Reading):
-    """Leaves read as queries, caches, weights, indices and lengths."""
+    """Leaves read as queries, caches, weights, indices, lengths and a mask."""
 
     name = "sparse_flash_attention"
 
@@ -52,9 +53,10 @@ class AttentionReading(Reading):
         output: Layout,
         counts: list[fx.Node],
         producer: Producer,
+        mask: MaskLeaf | None = None,
     ) -> None:
         """One form, not yet confirmed."""
-        self.region, self.found, self.form, self.producer = region, found, form, producer
+        self.region, self.found, self.form, self.producer, self.mask = region, found, form, producer, mask
         self.context = producer.context
         self.index_layout, self.output_layout, self.counts = indices, output, counts
         self.learned: dict[str, Any] = {}
@@ -125,6 +127,8 @@ class AttentionReading(Reading):
             shape = shape_under(weight, self._sizes)
             sample[weight] = torch.randn(shape, generator=generator, dtype=torch.float64) * shape[-1] ** -0.5
         sample |= sample_counts(self.counts, lambda leaf: shape_under(leaf, self._sizes), t, s, generator, trial)
+        if self.mask is not None:
+            sample |= sample_mask(self.mask, shape_under(self.mask.leaf, self._sizes), generator, trial)
         rows = index_rows(
             (b, t, k, s), self.producer.visible(sample, (b, t, s), self._sizes, generator), self.producer, generator
         )
@@ -173,7 +177,8 @@ class AttentionReading(Reading):
         self, sample: Mapping[fx.Node, torch.Tensor], got: torch.Tensor, visibility: Visibility, scale: float
     ) -> float:
         indices = self._indices(sample)[:, :, 0]
-        count = ((indices >= 0) & (indices < self._visible(sample, visibility)[..., None])).sum(-1)
+        seen = self._visible(sample, visibility).gather(-1, indices.clamp_min(0).to(torch.int64))
+        count = ((indices >= 0) & seen).sum(-1)
         live = count > 0
         expected = self._attend(sample, visibility, scale)
         error = relative_error(got[live], expected[live]) if bool(live.any()) else 0.0
@@ -183,7 +188,9 @@ class AttentionReading(Reading):
         return error
 
     def _says_nothing(self, sample: Mapping[fx.Node, torch.Tensor], got: torch.Tensor, empty: torch.Tensor) -> bool:
-        """Rows without a key are zeros, NaN, or the plain average that masking by a large number leaves."""
+        """Rows without a key are zeros, NaN, or a plain average as masking by a large number leaves it: of the chosen
+        keys, of all, or of those that were not chosen.
+        """
         if not bool(empty.any()):
             return True
         rows = got[empty]
@@ -192,15 +199,17 @@ class AttentionReading(Reading):
             return True
         zeroed = {**sample, **{query.leaf: torch.zeros_like(sample[query.leaf]) for query in self.form.queries}}
         everything = Visibility(None, 0, 0, everything=True)
-        keys = torch.arange(self._letters["s"]).expand(*self._indices(sample).shape[:2], 1, -1)
-        for indices in (self._indices(sample).clamp_min(0), keys):
-            average = self._attend(zeroed, everything, 1.0, indices)[empty]
+        chosen = self._indices(sample)
+        keys = torch.arange(self._letters["s"]).expand(*chosen.shape[:2], 1, -1)
+        others = keys.masked_fill((keys.unsqueeze(-1) == chosen.unsqueeze(-2)).any(-1), -1)
+        for indices in (chosen.clamp_min(0), keys, others):
+            average = self._attend(zeroed, everything, 1.0, indices.contiguous())[empty]
             nothing |= ((rows - average).abs() <= TOLERANCE * average.abs().amax()).flatten(1).all(-1)
         return bool(nothing.all())
 
     def _visible(self, sample: Mapping[fx.Node, torch.Tensor], visibility: Visibility) -> torch.Tensor:
         b, t, s = (self._letters[x] for x in "bts")
-        return visibility.visible(sample, b, t, s)
+        return visibility.seen(sample, (b, t, s))
 
     def _require_refusal_of_marks(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
         """Given indices may hold -1: where the author does not leave it out, running into an error is all he may do."""
@@ -229,6 +238,7 @@ class AttentionReading(Reading):
         found = hypotheses(self.counts, self.index_layout.size("b", shape), self.index_layout.size("t", shape))
         if self.counts:
             found.append(Visibility(None, 0, 0, everything=True))
+        found = masked_hypotheses(found, self.mask)
         produced = self.producer.visible(sample, (b, t, s), self._sizes, torch.Generator().manual_seed(0))
         if produced is None or self.producer.lengths is None:
             return found
@@ -269,6 +279,7 @@ class AttentionReading(Reading):
             sparse_mode=mode,
             actual_seq_lengths_query=rows,
             actual_seq_lengths_kv=lengths,
+            mask=visibility.operand(values),
         )
 
     def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:

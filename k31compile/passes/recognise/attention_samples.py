@@ -10,9 +10,10 @@ from torch import fx
 from k31compile.graph.dataflow import Dataflow
 from k31compile.graph.evaluate import run_in_float64
 from k31compile.graph.region import Region
-from k31compile.graph.sizes import Substitution
+from k31compile.graph.sizes import Substitution, value_of
 from k31compile.kernels.visibility import visible_lengths
 from k31compile.passes.recognise.attention_anchor import is_indexer
+from k31compile.passes.recognise.masks import mask_source
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Producer:
 
     `marks_empty` tells whether -1 may stand in slots without a visible key; `lengths` is the region that computes a
     fused indexer's lengths from the attention's own integer leaves, where it can be. Of given indices a key named
-    twice counts once for a mask (`counts_once`) and twice for a gather.
+    twice counts once for a mask (`counts_once`) and twice for a gather. `mask` is what `mask_source` says of a fused
+    indexer's mask.
     """
 
     is_known: bool
@@ -34,6 +36,7 @@ class Producer:
     is_given: bool = False
     is_indexer: bool = False
     counts_once: bool = False
+    mask: tuple[fx.Node, bool] | None = None
 
     @property
     def must_refuse_marks(self) -> bool:
@@ -85,13 +88,18 @@ def producers_of(flow: Dataflow, indices: fx.Node, region: Region) -> list[Produ
     given: Mapping[str, Any] = indices.kwargs
     mode = given.get("sparse_mode", 3)
     rows, lengths = given.get("actual_seq_lengths_query"), given.get("actual_seq_lengths_key")
-    hides = mode != 0 or rows is not None or lengths is not None
+    mask = given.get("mask")
+    # One row, which sees the last key, sees all of them. A symbolic number of rows is not compared: that is a guard.
+    count = value_of(indices).shape[1]
+    is_one_row = isinstance(count, int) and count == 1
+    hides = (mode != 0 and not is_one_row) or any(part is not None for part in (rows, lengths, mask))
     outputs = [node for node in (rows, lengths) if isinstance(node, fx.Node)]
     marks = given.get("tail", "minus_one") == "minus_one"
     computed = _lengths_from(flow, [leaf for leaf in region.leaves if leaf is not indices], outputs)
-    if computed is None and hides:
+    if (computed is None and hides) or mask is not None:
         # Which slots are empty cannot be told from what the attention reads: any keys may stand in any slot.
-        return [Producer(False, marks, hides, is_indexer=True)]
+        source = mask_source(mask) if isinstance(mask, fx.Node) else None
+        return [Producer(False, marks, hides, is_indexer=True, mask=source)]
     return [Producer(True, marks, hides, mode, computed, rows is not None, lengths is not None, is_indexer=True)]
 
 
@@ -118,8 +126,11 @@ def index_rows(
     rank = torch.rand((b, t, s), generator=generator)
     if visible is None:
         rows = _pad(rank.argsort(-1)[..., :k], k)
-        if producer.is_given and k > 1:
-            rows[..., -1] = rows[..., 0]
+        if producer.is_given:
+            # Anywhere and not in every row: an author who leaves a slot out must not leave out what is named again.
+            named = torch.randint(k, (2, b, t, 1), generator=generator)
+            again = torch.where(torch.rand((b, t, 1), generator=generator) < 0.5, rows.gather(-1, named[0]), -1)
+            rows = torch.where((slot == named[1]) & (again >= 0), again, rows)
         count = torch.randint(1, k + 1, (b, t, 1), generator=generator)
         return rows.masked_fill(slot >= count, -1) if producer.marks_empty else rows
     seen = visible[..., None]

@@ -16,6 +16,7 @@ from k31compile.graph.sizes import (
     Substitution,
     expression_of,
     hint,
+    is_float,
     shape_of,
     shape_under,
     substitute,
@@ -23,6 +24,7 @@ from k31compile.graph.sizes import (
     value_of,
 )
 from k31compile.passes.recognise.indexer_diagnosis import diagnose
+from k31compile.passes.recognise.masks import MaskLeaf, sample_mask
 from k31compile.passes.recognise.operands import (
     Dense,
     Paged,
@@ -31,14 +33,14 @@ from k31compile.passes.recognise.operands import (
     spread,
 )
 from k31compile.passes.recognise.selection import Selection
-from k31compile.passes.recognise.visibility import Visibility, hypotheses, sample_counts
+from k31compile.passes.recognise.visibility import Visibility, hypotheses, masked_hypotheses, sample_counts
 
 HIDDEN = -1e30
 ERROR_LIMIT = 1e-9
 
 
 class IndexerReading(Reading):
-    """Leaves read as q, k (dense or paged), w and lengths."""
+    """Leaves read as q, k (dense or paged), w, lengths and a mask."""
 
     name = "lightning_indexer"
 
@@ -51,10 +53,11 @@ class IndexerReading(Reading):
         key: Dense | Paged,
         weights: Dense,
         counts: list[fx.Node],
+        mask: MaskLeaf | None = None,
     ) -> None:
         """One assignment of leaves to roles, not yet confirmed."""
         self.region, self.selection, self.scores_layout = region, selection, scores
-        self.query, self.key, self.weights, self.counts = query, key, weights, counts
+        self.query, self.key, self.weights, self.counts, self.mask = query, key, weights, counts, mask
         self.extra_operands = (selection.count,) if isinstance(selection.count, fx.Node) else ()
         self.learned: dict[str, Any] = {}
 
@@ -62,7 +65,8 @@ class IndexerReading(Reading):
         """Take these sizes and forget what earlier samples taught."""
         self._sizes = substitution
         self._letters = self._letters_under(substitution)
-        self._candidates = hypotheses(self.counts, self.query.size("b"), self.query.size("t"))
+        found = hypotheses(self.counts, self.query.size("b"), self.query.size("t"))
+        self._candidates = masked_hypotheses(found, self.mask)
         self._scale: float | None = None
         self._trials = 0
         self._tails: set[str] = set()
@@ -131,6 +135,8 @@ class IndexerReading(Reading):
         else:
             sample |= self.key.place(keys)
         sample |= sample_counts(self.counts, lambda leaf: shape_under(leaf, self._sizes), t, s, generator, trial)
+        if self.mask is not None:
+            sample |= sample_mask(self.mask, shape_under(self.mask.leaf, self._sizes), generator, trial)
         self._keys = keys
         return sample
 
@@ -143,12 +149,15 @@ class IndexerReading(Reading):
         exact = (weights[..., None] * dots.relu()).sum(2)
         size = (weights.abs()[..., None] * torch.einsum("bthd,bsd->bths", query.abs(), self._keys.abs())).sum(2)
         hidden = ~(got > HIDDEN)
-        error = self._score_error(got, exact, size, hidden, (query, self._keys, weights))
+        bias = torch.zeros_like(got) if self.mask is None else self.mask.bias(sample, (b, t, s))
+        error = self._score_error(got, exact, size, hidden, bias, (query, self._keys, weights))
         self._keep_visible(sample, hidden)
-        seen = self._candidates[0].visible(sample, b, t, s)
+        seen = self._candidates[0].seen(sample, (b, t, s))
         chosen = outputs[1].to(torch.int64)
-        self._check_chosen(self.selection.canonical_indices(chosen, self.scores_layout), exact, seen)
-        self.learned = {"visibility": self._candidates[0], "tail": self._tail()}
+        # Without a bias the factor changes nothing but could round: the order is that of the exact scores.
+        ranking = exact if self._adds_nothing() else (self._scale or 1.0) * exact + bias
+        self._check_chosen(self.selection.canonical_indices(chosen, self.scores_layout), ranking, seen)
+        self.learned = {"visibility": self._candidates[0], "tail": self._tail(), "scale": self._scale or 1.0}
         return error
 
     def _score_error(
@@ -157,50 +166,56 @@ class IndexerReading(Reading):
         exact: torch.Tensor,
         size: torch.Tensor,
         hidden: torch.Tensor,
+        bias: torch.Tensor,
         operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> float:
         alive = ~hidden
         self._trials += 1
-        if not bool(alive.any()):
-            if self._scale is None and self._trials == self.samples():
-                raise Mismatch("every key is hidden on samples")
-            return 0.0
-        unit = torch.where(alive, exact / size, 0.0)
         scale = self._scale
         if scale is None:
-            scale = float((torch.where(alive, got / size, 0.0) * unit).sum() / unit.square().sum().clamp_min(1e-300))
-        error = float(torch.where(alive, (got - scale * exact).abs() / (abs(scale) * size + 1e-300), 0.0).max())
+            plain = alive & (bias == 0)
+            unit = torch.where(plain, exact / size, 0.0)
+            weight = float(unit.square().sum())
+            if weight == 0.0 and not bool(got[plain].any()):
+                if self._trials == self.samples():
+                    raise Mismatch("every key is hidden on samples")
+                return 0.0
+            scale = float((torch.where(plain, got / size, 0.0) * unit).sum()) / max(weight, 1e-300)
+        scores, room = got - bias, abs(scale) * size + bias.abs() + 1e-300
+        error = float(torch.where(alive, (scores - scale * exact).abs() / room, 0.0).max())
         if not (error < ERROR_LIMIT) or scale <= 0:
-            raise Mismatch(diagnose(got, hidden, *operands))
+            raise Mismatch(diagnose(scores, hidden, *operands))
         self._scale = scale
         return error
 
     def _keep_visible(self, sample: Values, hidden: torch.Tensor) -> None:
         b, t, s = (self._letters[x] for x in "bts")
-        place = torch.arange(s)
-        keep = [
-            form for form in self._candidates if torch.equal(place >= form.visible(sample, b, t, s)[..., None], hidden)
-        ]
+        keep = [form for form in self._candidates if torch.equal(~form.seen(sample, (b, t, s)), hidden)]
         if not keep:
             row = int(hidden.sum(-1).flatten().argmax())
             raise Mismatch(
-                "keys are hidden by another rule than 'a row sees the keys up to its position': "
+                f"keys are hidden by another rule than {self._rule()}: "
                 f"row {row % t} hides {int(hidden.reshape(-1, s)[row].sum())} of {s} keys"
             )
         self._candidates = keep
+
+    def _rule(self) -> str:
+        return "'a row sees the keys up to its position'" if self.mask is None else f"the mask {self.mask.leaf.name}"
+
+    def _adds_nothing(self) -> bool:
+        return self.mask is None or not is_float(self.mask.leaf)
 
     def _check_chosen(self, chosen: torch.Tensor, exact: torch.Tensor, seen: torch.Tensor) -> None:
         count, s = self._letters["k"], self._letters["s"]
         slot = torch.arange(count)
         if not self.selection.sorted:
             # Nothing was promised of the order: hidden keys may stand among the seen ones.
-            is_empty = (chosen < 0) | (chosen >= seen[..., None])
+            is_empty = ~_names_seen(chosen, seen)
             chosen = chosen.gather(-1, is_empty.to(torch.int8).sort(dim=-1, stable=True).indices)
-        valid = slot < seen[..., None]
-        if bool((valid & ((chosen < 0) | (chosen >= seen[..., None]))).any()):
+        valid = slot < seen.sum(-1, keepdim=True)
+        if bool((valid & ~_names_seen(chosen, seen)).any()):
             raise Mismatch("the selection names keys that the row does not see, although enough are visible")
-        place = torch.arange(s)
-        ranked = exact.masked_fill(place >= seen[..., None], -torch.inf).sort(-1, descending=True).values[..., :count]
+        ranked = exact.masked_fill(~seen, -torch.inf).sort(-1, descending=True).values[..., :count]
         picked = exact.gather(-1, chosen.clamp(0, s - 1))
         if not self.selection.sorted:
             picked = picked.masked_fill(~valid, -torch.inf).sort(-1, descending=True).values
@@ -211,9 +226,9 @@ class IndexerReading(Reading):
             raise Mismatch(
                 "the selection names a key twice, or marks slots without a visible key by something else than -1"
             )
-        empty, beyond = chosen[~valid], seen[..., None].expand_as(chosen)[~valid]
+        empty = chosen[~valid]
         if empty.numel():
-            hidden = bool(((empty >= beyond) & (empty < s)).all())
+            hidden = bool(((empty >= 0) & (empty < s) & ~_names_seen(chosen, seen)[~valid]).all())
             self._tails.add("minus_one" if bool((empty == -1).all()) else "lowest" if hidden else "?")
 
     def _tail(self) -> str:
@@ -229,10 +244,14 @@ class IndexerReading(Reading):
         query = self.query.canonical(values)
         mode, rows, lengths = visibility.lengths(values, query)
         paged = isinstance(self.key, Paged)
+        weights = self.weights.canonical(values)
+        if not self._adds_nothing():
+            # What is added weighs against the scores, so their factor counts here.
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32)) * self.learned["scale"]
         chosen = torch.ops.k31.lightning_indexer(
             query,
             self.key.cache(values) if isinstance(self.key, Paged) else self.key.canonical(values).unsqueeze(2),
-            self.weights.canonical(values),
+            weights,
             actual_seq_lengths_query=rows,
             actual_seq_lengths_key=lengths,
             block_table=values[self.key.table] if isinstance(self.key, Paged) else None,
@@ -241,7 +260,14 @@ class IndexerReading(Reading):
             sparse_mode=mode,
             order="score" if self.selection.sorted else "position",
             tail=self.learned["tail"],
+            mask=visibility.operand(values),
         )
         output = value_of(self.region.outputs[1])
         restored = self.selection.restore_indices(chosen.squeeze(2), self.scores_layout, output.dim())
         return (restored.to(output.dtype),)
+
+
+def _names_seen(chosen: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Which of the chosen [B, T, K] are keys that the row sees, by `seen` [B, T, S]."""
+    s = seen.shape[-1]
+    return (chosen >= 0) & (chosen < s) & seen.gather(-1, chosen.clamp(0, s - 1))

@@ -5,6 +5,7 @@ score[b, t, s] = sum_h w[b, t, h] relu(q[b, t, h] . k[b, s]),  hidden keys -inf,
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -21,6 +22,7 @@ from k31compile.graph.sizes import (
 from k31compile.passes.recognise.contractions import contracted_sizes, contractions_at_depth, operands
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.indexer_reading import IndexerReading
+from k31compile.passes.recognise.masks import Sizes, is_boolean, mask_inputs, masks_among
 from k31compile.passes.recognise.operands import (
     Dense,
     Paged,
@@ -41,7 +43,10 @@ class LightningIndexerRecogniser(Recogniser):
         return [node for node in flow.nodes if selection_of(flow, node) is not None]
 
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
-        """The score with one or two levels of contractions inside: heads reduced by one, dots made by the other."""
+        """The score with one or two levels of contractions inside: heads reduced by one, dots made by the other.
+
+        First without and then with a mask as a leaf: keys hidden by position need none.
+        """
         selection = selection_of(flow, anchor)
         assert selection is not None
         require_indices_only(flow, selection)
@@ -50,6 +55,14 @@ class LightningIndexerRecogniser(Recogniser):
                 f"the selection runs over dimension {selection.dim} of a tensor {list(shape_of(selection.scores))}: "
                 "the heads are not summed before it"
             )
+        plain = list(self._plain_demands(flow, selection))
+        yield from plain
+        for demand in plain:
+            sizes = [_sizes(scores, selection) for scores in _readings_of_scores(selection)]
+            for mask in dict.fromkeys(mask for size in sizes for mask in mask_inputs(flow, demand.core, size)):
+                yield replace(demand, kept=(mask,))
+
+    def _plain_demands(self, flow: Dataflow, selection: Selection) -> Iterator[Demand]:
         weights = weight_operands(flow)
         for depth in (1, 2, 3):
             dots = contractions_at_depth(flow, selection.scores, depth)
@@ -65,9 +78,8 @@ class LightningIndexerRecogniser(Recogniser):
 
     def _roles(self, selection: Selection, heads: int, width: int) -> Iterator[tuple[str, dict[str, int]]]:
         """The letters and sizes of each operand, for each way to read the scores."""
-        shape = shape_of(selection.scores)
         for scores in _readings_of_scores(selection):
-            b, t, s = (scores.size(letter, shape) for letter in "bts")
+            b, t, s = _sizes(scores, selection)
             yield "bthd", {"b": b, "t": t, "h": heads, "d": width}
             yield "bsd", {"b": b, "s": s, "d": width}
             yield "bth", {"b": b, "t": t, "h": heads}
@@ -87,17 +99,23 @@ class LightningIndexerRecogniser(Recogniser):
         assert selection is not None
         floats = [leaf for leaf in region.leaves if is_float(leaf)]
         integers = [leaf for leaf in region.leaves if is_integer(leaf)]
-        if len(floats) != 3 or len(floats) + len(integers) != len(region.leaves):
+        booleans = [leaf for leaf in region.leaves if is_boolean(leaf)]
+        if len(floats) + len(integers) + len(booleans) != len(region.leaves):
             return
         for scores in _readings_of_scores(selection):
-            for query, key, weights, counts in _assignments(floats, integers, scores, shape_of(selection.scores)):
-                yield IndexerReading(region, selection, scores, query, key, weights, counts)
+            for mask in (None, *masks_among(flow, region, _sizes(scores, selection))):
+                masking = None if mask is None else mask.leaf
+                rest = [leaf for leaf in floats if leaf is not masking]
+                if len(rest) != 3 or any(leaf is not masking for leaf in booleans):
+                    continue
+                for query, key, weights, counts in _assignments(rest, integers, scores, shape_of(selection.scores)):
+                    yield IndexerReading(region, selection, scores, query, key, weights, counts, mask)
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """The scores belong to the selection alone."""
         assert isinstance(reading, IndexerReading)
         pairwise = numel_of(reading.selection.scores)
-        scored = flow.descendants(leaf for leaf in region.leaves if is_float(leaf))
+        scored = flow.descendants(operand.leaf for operand in (reading.query, reading.weights))
         for node, reader in outside_users(flow, region.nodes, region.outputs[-1:]).items():
             if numel_of(node) >= pairwise and is_float(node) and node in scored:
                 raise Mismatch(
@@ -126,6 +144,11 @@ def _readings_of_scores(selection: Selection) -> Iterator[Layout]:
     for scores in layouts(shape, "bts", {"s": shape[selection.dim]}):
         if scores.dims[2] == selection.dim:
             yield scores
+
+
+def _sizes(scores: Layout, selection: Selection) -> Sizes:
+    b, t, s = (scores.size(letter, shape_of(selection.scores)) for letter in "bts")
+    return b, t, s
 
 
 def _heads_and_widths(dots: Iterable[fx.Node], selection: Selection) -> Iterator[tuple[int, int]]:

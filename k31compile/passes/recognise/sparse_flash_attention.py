@@ -5,7 +5,8 @@ o[t, h] = sum_j softmax_j(scale * q[t, h] . k[idx[t, j]]) v[idx[t, j]],  over ke
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -24,6 +25,7 @@ from k31compile.passes.recognise.attention_forms import forms
 from k31compile.passes.recognise.attention_reading import AttentionReading
 from k31compile.passes.recognise.attention_samples import producers_of
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.masks import MaskLeaf, is_boolean, mask_inputs, masks_among
 from k31compile.passes.recognise.operands import (
     is_cache,
     is_parameter,
@@ -47,8 +49,17 @@ class SparseFlashAttentionRecogniser(Recogniser):
         return next(found for found in attentions_of(flow) if found.softmax is anchor)
 
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
-        """Native first, the projections from the latent inside; then as it stands."""
+        """Native first, the projections from the latent inside; then as it stands; then both with a mask as a leaf."""
         found = self._attention(flow, anchor)
+        plain = list(self._plain_demands(flow, found))
+        yield from plain
+        for demand in plain:
+            sizes = [(b, t, s) for b, t, _ in self._rows_and_heads(found) for s in found.known_keys.values()]
+            for mask in dict.fromkeys(mask for size in sizes for mask in mask_inputs(flow, demand.core, size)):
+                if mask is not found.indices:
+                    yield replace(demand, kept=(*demand.kept, mask))
+
+    def _plain_demands(self, flow: Dataflow, found: Attention) -> Iterator[Demand]:
         base = found.direct | flow.between(found.dots, [found.output])
         core = (base | {found.output}) - {found.indices}
         if any(node.op == "placeholder" for node in core):
@@ -122,21 +133,31 @@ class SparseFlashAttentionRecogniser(Recogniser):
             letters = {"b": layout.size("b", shape), "t": layout.size("t", shape), "out": numel_of(found.output)}
             letters |= found.known_keys
             counts = [n for n in integers if n is not table]
-            for floats, weights in _latents_and_weights(found, region):
+            for mask, (floats, weights) in itertools.product(
+                _masks(flow, region, letters), _latents_and_weights(found, region)
+            ):
+                floats = [leaf for leaf in floats if mask is None or leaf is not mask.leaf]
                 for form in forms(floats, weights, table, letters):
                     known = {"b": letters["b"], "t": letters["t"], "h": form.queries[0].size("h")}
                     for output in layouts(shape_of(found.output), "bthv", known):
                         for producer in producers_of(flow, found.indices, region):
-                            yield AttentionReading(region, found, form, layout, output, counts, producer)
+                            yield AttentionReading(region, found, form, layout, output, counts, producer, mask)
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """No probabilities leave, and no key that the row does not see is read."""
         assert isinstance(reading, AttentionReading)
         visibility: Visibility = reading.learned["visibility"]
-        if visibility.everything and reading.producer.fills_with_hidden_keys:
+        hides = visibility.mask is not None or not visibility.everything
+        if not hides and reading.producer.fills_with_hidden_keys:
             raise Mismatch(
                 "rows with fewer visible keys than are selected would read keys of the future: the attention masks "
                 "neither by position nor by -1"
+            )
+        mask = None if visibility.mask is None else visibility.mask.source
+        if reading.producer.fills_with_hidden_keys and reading.producer.mask != mask:
+            raise Mismatch(
+                "rows with fewer visible keys than are selected may read keys that the indexer hides: the attention "
+                "has another mask than the indexer"
             )
         pairwise = numel_of(reading.found.indices)
         weighted = flow.descendants([reading.found.softmax])
@@ -150,6 +171,8 @@ class SparseFlashAttentionRecogniser(Recogniser):
 
     def hint(self, reason: str) -> str:
         """What to change."""
+        if "another mask" in reason:
+            return "give the indexer and the attention the same mask"
         if "future" in reason:
             return "mask the selected keys by position before the softmax"
         return "the recognised form is a softmax over the selected, visible keys, by mask or by gather"
@@ -184,3 +207,11 @@ def _latents_and_weights(found: Attention, region: Region) -> Iterator[tuple[lis
 
 def _tables(integers: Sequence[fx.Node]) -> list[fx.Node]:
     return [n for n in integers if len(shape_of(n)) == 2]
+
+
+def _masks(flow: Dataflow, region: Region, letters: Mapping[str, int]) -> Iterator[MaskLeaf | None]:
+    """No mask, or what the region reads as one."""
+    if not any(is_boolean(leaf) for leaf in region.leaves):
+        yield None
+    if "s" in letters:
+        yield from masks_among(flow, region, (letters["b"], letters["t"], letters["s"]))

@@ -1,17 +1,19 @@
 """Which keys a row sees, as a hypothesis that a run keeps or drops (K3.1 spec 2.8).
 
 A row sees a prefix of the keys. How long it is comes from an integer leaf (a position or a length), from the row's
-own number, or from both; rows at or beyond a second integer leaf may be padding that sees nothing.
+own number, or from both; rows at or beyond a second integer leaf may be padding that sees nothing. A mask may hide
+more.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.sizes import shape_of
+from k31compile.passes.recognise.masks import MaskLeaf
 
 ByLeaf = Mapping[fx.Node, torch.Tensor]
 
@@ -47,6 +49,7 @@ class Visibility:
     right_aligned: bool = False
     everything: bool = False
     rows: Count | None = None
+    mask: MaskLeaf | None = None
 
     def visible(self, values: ByLeaf, batch: int, rows: int, keys: int) -> torch.Tensor:
         """The number of visible keys, int64 [B, T]."""
@@ -60,6 +63,15 @@ class Visibility:
         if self.rows is not None:
             seen = torch.where(row < self.rows.canonical(values), seen, 0)
         return seen
+
+    def seen(self, values: ByLeaf, sizes: tuple[int, int, int]) -> torch.Tensor:
+        """Which keys each row sees, boolean [B, T, S] for `sizes` = (B, T, S)."""
+        seen = torch.arange(sizes[2]) < self.visible(values, *sizes)[..., None]
+        return seen if self.mask is None else seen & self.mask.seen(values, sizes)
+
+    def operand(self, values: ByLeaf) -> torch.Tensor | None:
+        """The operators' mask."""
+        return None if self.mask is None else self.mask.operand(values)
 
     def _constant_start(self, rows: int, keys: int) -> int:
         return keys - rows if self.right_aligned else 0
@@ -137,6 +149,16 @@ def hypotheses(integers: Sequence[fx.Node], batch: int, rows: int) -> list[Visib
                 )
             ]
     return found
+
+
+def masked_hypotheses(found: Sequence[Visibility], mask: MaskLeaf | None) -> list[Visibility]:
+    """The same visibilities, each also hidden by the mask; a mask that hides all that is hidden comes first."""
+    if mask is None:
+        return list(found)
+    return sorted(
+        (replace(form, mask=reading) for reading in mask.readings() for form in found),
+        key=lambda form: not form.everything,
+    )
 
 
 def _forms(start: Count, rows: Count | None) -> Iterator[Visibility]:
