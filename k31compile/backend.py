@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx
 
 import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.errors import K31Error, OptionError, StrictError
+from k31compile.graph.named_regions import read_regions
 from k31compile.graph.trace import trace_functional
 from k31compile.nested import body_inputs, body_of, marked, nested_calls, repeated_layers
 from k31compile.options import FUSIONS, Options
@@ -24,6 +25,8 @@ from k31compile.targets.cpu import compile_for_cpu, providers
 log = logging.getLogger("k31compile")
 
 Compiled = Callable[..., Any]
+
+_AS_WRITTEN = {"provider": "as written", "why": "named in parts for a schedule, nothing is replaced"}
 
 
 def k31(
@@ -97,8 +100,9 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     except K31Error as error:
         return _hand_over(module, example_inputs, options, report, str(error))
     report.nodes_after = _count_nodes(rewritten)
+    report.regions = _regions(rewritten)
     report.fused = dict(_count_fused(rewritten))
-    report.providers = providers(report.fused)
+    report.providers = providers(report.fused) | {region["name"]: _AS_WRITTEN for region in report.regions}
     start = time.perf_counter()
     compiled = compile_for_cpu(rewritten, example_inputs, options)
     report.phases["codegen"] = time.perf_counter() - start
@@ -164,7 +168,7 @@ def _count_nodes(module: fx.GraphModule) -> int:
 
 
 def _count_fused(module: fx.GraphModule) -> Counter[str]:
-    """k31 operators by call site: a nested body counts once for each call."""
+    """k31 operators and named regions by call site: a nested body counts once for each call."""
     found: Counter[str] = Counter()
     for node in module.graph.nodes:
         target = str(node.target)
@@ -172,10 +176,19 @@ def _count_fused(module: fx.GraphModule) -> Counter[str]:
             found[target.split(".")[1]] += 1
         if is_static_top_k(node):
             found["static_top_k"] += 1
+    found.update(region.name for region in read_regions(module.graph))
     for call in nested_calls(module):
         body = getattr(module, body_of(module, call))
         found.update(_count_fused(body))
     return Counter({name: found[name] for name in (*FUSIONS, *found) if found[name]})
+
+
+def _regions(module: fx.GraphModule, calls: int = 1) -> list[dict[str, Any]]:
+    """The named regions of a graph, then those of its nested bodies with the number of their calls."""
+    found = [region.to_dict() | {"calls": calls} for region in read_regions(module.graph)]
+    for name, count in Counter(body_of(module, call) for call in nested_calls(module)).items():
+        found += _regions(getattr(module, name), calls * count)
+    return found
 
 
 def _add(report: Report, phase: str, seconds: float) -> None:

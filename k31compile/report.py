@@ -84,6 +84,8 @@ class Report:
         notes: what a user must know, one sentence each: every fall-back is here.
         providers: operator name -> provider and why it was picked.
         confirmations: per confirmed region: name, samples, sizes, tolerance, worst_error.
+        regions: per named region: name, where, layer, calls, inputs, outputs, edges between its parts, and parts:
+            name, kind, nodes, inputs, weight_bytes.
 
     """
 
@@ -102,6 +104,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     providers: dict[str, dict[str, str]] = field(default_factory=dict)
     confirmations: list[dict[str, Any]] = field(default_factory=list)
+    regions: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def merge(reports: Iterable[Report]) -> Report:
@@ -125,6 +128,7 @@ class Report:
         self.refused = _once([*self.refused, *part.refused])
         self.notes = _once([*self.notes, *part.notes])
         self.confirmations = _once([*self.confirmations, *part.confirmations])
+        self.regions = [*self.regions, *part.regions]
         self.passes = _merged_passes([*self.passes, *part.passes])
         self.schedule = _merged_schedule(self.schedule, part.schedule)
         self.versions |= part.versions
