@@ -30,20 +30,24 @@ class RegionPart:
         part: the part's name.
         kind: "product" with a weight, "norm", "vector" for other arithmetic, "write" to a cache.
         after: the parts that this one read from when the region was named.
+        size: how many nodes the part had then.
+        total: how many nodes all parts had.
     """
 
     region: str
     number: int
     part: str
     kind: Kind
-    after: tuple[str, ...] = ()
+    after: tuple[str, ...]
+    size: int
+    total: int
 
 
 @dataclass(frozen=True)
 class Part:
     """A part: its nodes and, outside of it, those that they read, both in the order of the graph.
 
-    `weight_bytes` is what it reads of parameters, as they are stored.
+    `weight_bytes` is what it reads of parameters, as they are stored; `size`, how many nodes it had when it was named.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Part:
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     weight_bytes: int
+    size: int
 
     def to_dict(self) -> dict[str, Any]:
         """The part as plain JSON values."""
@@ -74,6 +79,7 @@ class NamedRegion:
         edges: (a, b) where part b reads what part a computes, by the parts' order.
         inputs: the nodes outside that it reads: activations, positions, weights, caches.
         outputs: its nodes that are read outside.
+        size: how many nodes it had when it was named.
         module: the innermost module of the user that holds all of it; empty if unknown.
         line: file and line of its first node.
     """
@@ -84,6 +90,7 @@ class NamedRegion:
     edges: tuple[tuple[str, str], ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    size: int
     module: str = ""
     line: str = ""
 
@@ -128,7 +135,7 @@ def label_region(name: str, number: int, parts: Mapping[str, tuple[Kind, Sequenc
     part_of = {node: part for part, (_, nodes) in parts.items() for node in nodes}
     for part, (kind, nodes) in parts.items():
         after = {part_of[source] for node in nodes for source in node.all_input_nodes if source in part_of} - {part}
-        label = RegionPart(name, number, part, kind, tuple(sorted(after)))
+        label = RegionPart(name, number, part, kind, tuple(sorted(after)), len(nodes), len(part_of))
         for node in nodes:
             node.meta[LABEL] = label
 
@@ -168,16 +175,23 @@ def _read(
     for part in ordered:
         inputs = _outside(members[part], set(members[part]), order)
         read = sum(stored_bytes(source) for source in inputs if source in weights)
-        parts.append(Part(part, declared[part].kind, members[part], inputs, read))
+        parts.append(Part(part, declared[part].kind, members[part], inputs, read, declared[part].size))
     edges = sorted(
         ((before, part) for part in ordered for before in declared[part].after),
         key=lambda edge: (rank.get(edge[0], -1), rank[edge[1]]),
     )
     inside = set(nodes)
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
-    module = _common_module(nodes)
     return NamedRegion(
-        name, number, tuple(parts), tuple(edges), _outside(nodes, inside, order), outputs, module, source_line(nodes[0])
+        name=name,
+        number=number,
+        parts=tuple(parts),
+        edges=tuple(edges),
+        inputs=_outside(nodes, inside, order),
+        outputs=outputs,
+        size=max(label.total for label in labels.values()),
+        module=_common_module(nodes),
+        line=source_line(nodes[0]),
     )
 
 

@@ -17,9 +17,10 @@ def verify_region(graph: fx.Graph, region: NamedRegion) -> list[str]:
 
     The graph must be functional: writes in place are no data flow, and a path through one is not seen.
 
-    It holds when every node is in exactly one part and labelled so, nodes of no part are not, edges are exactly the
-    dependencies between parts, parts run in their order, no path leaves the region and comes back, inputs and outputs
-    are as declared, a product part is one with a weight and what comes after it, and no other part has such a product.
+    It holds when every node is in exactly one part and labelled so, nodes of no part are not, parts have the nodes that
+    they were named with, edges are exactly the dependencies between parts, parts run in their order, no path leaves the
+    region and comes back, inputs and outputs are as declared, a product part is one product with weights and what comes
+    after it, no other part has such a product, and what only moves a value is in that value's part.
     """
     return verify_regions(graph, [region])[0]
 
@@ -50,6 +51,8 @@ def _membership(region: NamedRegion, order: Mapping[fx.Node, int]) -> Iterator[s
     for part in region.parts:
         if not part.nodes:
             yield f"part {part.name} is empty"
+        if len(part.nodes) != part.size:
+            yield f"part {part.name} was named with {part.size} nodes and has {len(part.nodes)}"
         for node in part.nodes:
             if node in seen:
                 yield f"{node.name} is in {seen[node]} and in {part.name}"
@@ -63,6 +66,8 @@ def _membership(region: NamedRegion, order: Mapping[fx.Node, int]) -> Iterator[s
                 part.kind,
             ):
                 yield f"{node.name} is not labelled as {part.name}"
+    if len(seen) != region.size:
+        yield f"it was named with {region.size} nodes and has {len(seen)}"
     names = [part.name for part in region.parts]
     if len(set(names)) != len(names):
         yield f"two parts have one name: {', '.join(names)}"
@@ -132,6 +137,8 @@ def _kinds(region: NamedRegion, part_of: Mapping[fx.Node, str], given: Mapping[f
         if part.kind == "product":
             if not products:
                 yield f"part {part.name} is a product and has none"
+            rows = [node for node in products if _reads_one_of(node, products, part.nodes)]
+            yield from (f"{node.name} in {part.name} is a product of another product there" for node in rows)
             factors = {source for node in products for source in node.all_input_nodes}
             begins = {node for node in part.nodes if not set(part.nodes) & set(node.all_input_nodes)}
             early = _names(begins - set(products) - factors)
@@ -141,6 +148,20 @@ def _kinds(region: NamedRegion, part_of: Mapping[fx.Node, str], given: Mapping[f
         source = node.args[0] if node.args else None
         if _moves(node) and isinstance(source, fx.Node) and part_of.get(source, name) != name:
             yield f"{node.name} in {name} only moves what {part_of[source]} computed"
+
+
+def _reads_one_of(node: fx.Node, sources: Collection[fx.Node], inside: Collection[fx.Node]) -> bool:
+    """Whether a node depends on one of some others within a part."""
+    seen: set[fx.Node] = set()
+    todo = [source for source in node.all_input_nodes if source in inside]
+    while todo:
+        current = todo.pop()
+        if current in sources:
+            return True
+        if current not in seen:
+            seen.add(current)
+            todo.extend(source for source in current.all_input_nodes if source in inside)
+    return False
 
 
 def _given(graph: fx.Graph) -> dict[fx.Node, set[str]]:

@@ -28,7 +28,8 @@ class MlaProlog(Prolog):
         return [node for node in flow.nodes if str(node.target) == _ATTENTION and _is_latent(node)]
 
     def extent(self, flow: Dataflow, anchor: fx.Node) -> Extent | Missing | None:
-        """Everything between the input of the latent's product and the operands, from the first products on."""
+        """All products between the input of the latent's product and the operands; without one on the query's side, as
+        where its low-rank form is an input of the graph, the query's nearest."""
         query = _given(anchor.args[0], anchor.kwargs.get("query_rope"))
         key = [end_of_write(node) for node in _given(anchor.args[1], anchor.kwargs.get("key_rope"))]
         latent = set().union(*(nearest_products(flow, end) for end in key))
@@ -39,9 +40,12 @@ class MlaProlog(Prolog):
             part, which = ("q_up", "query") if latent else ("kv_down", "latent")
             return Missing(part, f"the {which} of the attention is not projected in this graph")
         begin = {activation_of(flow, product) for product in latent}
-        projections = {n for n in flow.between(begin, query) if is_product(flow, n)} | latent
-        if not nearest & projections:
-            return Missing("q_up", "the query is not projected from what the latent is projected from")
+        inner = {n for n in flow.between(begin, query) if is_product(flow, n)}
+        if not inner & nearest:
+            if nearest & flow.ancestors(begin):
+                return Missing("q_up", "the query is projected before the input of the latent is there")
+            inner = nearest
+        projections = inner | latent
         depths = _depths(flow, projections)
         if max(depths.values()) > _MOST_STEPS:
             return Missing("q_up", f"{max(depths.values())} products follow on each other before the query")
@@ -112,18 +116,16 @@ def _stages(flow: Dataflow, inside: set[fx.Node]) -> dict[int, str]:
     last = max(depths.values(), default=1)
     if last == _MOST_STEPS:
         return {1: "q_down", 2: "q_up", 3: "absorb"}
-    if last == 1:
-        return {1: "q_proj"}
-    first = [node for node, depth in depths.items() if depth == 1]
+    tokens = min(_rows(activation_of(flow, node)) for node, depth in depths.items() if depth == 1)
     deepest = [node for node, depth in depths.items() if depth == last]
-    is_absorbed = _is_for_each_head(flow, deepest, _tokens(flow, first[0]))
-    return {1: "q_proj", 2: "absorb"} if is_absorbed else {1: "q_down", 2: "q_up"}
+    names = ("q_proj", "absorb") if _is_for_each_head(flow, deepest, tokens) else ("q_down", "q_up")
+    if last == 1:
+        return {1: "absorb" if "absorb" in names else "q_proj"}
+    return dict(enumerate(names, start=1))
 
 
-def _tokens(flow: Dataflow, product: fx.Node) -> int:
-    """How many rows the layer's input has."""
-    begin = activation_of(flow, product)
-    return numel_of(begin) // shape_of(begin)[-1]
+def _rows(node: fx.Node) -> int:
+    return numel_of(node) // shape_of(node)[-1]
 
 
 def _is_for_each_head(flow: Dataflow, products: list[fx.Node], tokens: int) -> bool:

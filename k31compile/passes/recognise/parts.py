@@ -7,7 +7,7 @@ from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.named_regions import Kind
-from k31compile.graph.sizes import is_integer, is_tensor, numel_of
+from k31compile.graph.sizes import is_tensor, numel_of
 from k31compile.graph.views import CASTS
 from k31compile.passes.recognise.chains import is_product, is_write, moved_from, nodes_of, reach_of, weights_of
 
@@ -77,7 +77,7 @@ def rotates(flow: Dataflow, group: Group, inside: set[fx.Node]) -> bool:
     """Whether the group multiplies by what is neither a weight nor made in its region: by positions."""
     weights = weights_of(flow)
     return any(
-        source not in inside and source not in weights and is_tensor(source) and not is_integer(source)
+        source not in inside and source not in weights and is_tensor(source)
         for node in group.nodes
         if node.target is ATEN.mul.Tensor
         for source in node.all_input_nodes

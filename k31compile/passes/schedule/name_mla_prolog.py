@@ -32,7 +32,7 @@ def name_mla_prolog(module: fx.GraphModule, options: Options) -> PassResult:
 
     Refuses when:
         the query or the latent of the attention is not projected in the same graph;
-        the query is not projected from what the latent is projected from;
+        the query is projected before the input of the latent is there;
         more than three products follow on each other in front of the query.
     """
     named = name_prologs(module, MlaProlog())
