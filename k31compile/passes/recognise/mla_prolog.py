@@ -1,6 +1,6 @@
 """The prolog of multi-head latent attention: queries and the latent from the layer's input (K3.1 spec 2.7)."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import fx
 
@@ -61,7 +61,7 @@ class MlaProlog(Prolog):
             return {"product": "shared_down", "norm": "shared_norm"}.get(group.kind, "shared_transform")
         if keys:
             return _key_side(flow, inside, group)
-        stage = _stages(flow, inside)[max(_depths(flow, group.above).values(), default=1)]
+        stage = _stages(flow, inside, group.above)[max(_depths(flow, group.above).values(), default=1)]
         if group.kind == "product":
             return stage
         if group.kind == "norm":
@@ -110,14 +110,15 @@ def _depths(flow: Dataflow, products: Iterable[fx.Node]) -> dict[fx.Node, int]:
     return depths
 
 
-def _stages(flow: Dataflow, inside: set[fx.Node]) -> dict[int, str]:
-    """What the products before the query are, by depth: down, up and into the latent space, as many as there are."""
+def _stages(flow: Dataflow, inside: set[fx.Node], own: Collection[fx.Node]) -> dict[int, str]:
+    """What the products before the query, `own` among them, are by depth: down, up, into the latent space."""
     depths = _depths(flow, (node for node in inside if is_product(flow, node)))
     last = max(depths.values(), default=1)
     if last == _MOST_STEPS:
         return {1: "q_down", 2: "q_up", 3: "absorb"}
     tokens = min(_rows(activation_of(flow, node)) for node, depth in depths.items() if depth == 1)
-    deepest = [node for node, depth in depths.items() if depth == last]
+    # Of those that stand alone some are the latent's.
+    deepest = [node for node, depth in depths.items() if depth == last and (last > 1 or node in own)]
     names = ("q_proj", "absorb") if _is_for_each_head(flow, deepest, tokens) else ("q_down", "q_up")
     if last == 1:
         return {1: "absorb" if "absorb" in names else "q_proj"}
