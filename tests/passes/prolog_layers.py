@@ -28,7 +28,7 @@ def turn_pairs(x, cos, sin):
 
 def turn_complex(x, cos, sin):
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * torch.complex(cos.float(), sin.float())).flatten(-2).to(x.dtype)
 
 
 def butterfly(x):
@@ -100,7 +100,7 @@ class Layer(nn.Module):
         low = self.q_norm(q) if self.low_rank else x
         q = (self.up(low) if self.low_rank else q).view(B, T, HEADS, NOPE + self.rope)
         angle = place[..., None] * torch.tensor([1.0, 0.3])
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         chosen = self._select(low, key, weights, place, cos, sin)
         latent, turned = self.kv_norm(kv[..., :LATENT]), kv[..., LATENT:]
         nope, q_rope = q[..., :NOPE], q[..., NOPE:]
@@ -126,8 +126,9 @@ class Layer(nn.Module):
         if self.hadamard:
             q, key = (butterfly(v) if self.hadamard == "butterfly" else v @ self.matrix for v in (q, key))
         keys = self._written("keys", key, place)
-        dots = torch.einsum("bthd,bsd->bths", q, keys).relu()
-        scores = (dots * (weights * INDEX_HEADS**-0.5).unsqueeze(-1)).sum(2)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dots = torch.einsum("bthd,bsd->bths", q.to(wide), keys.to(wide)).relu()
+        scores = (dots * (weights.to(wide) * INDEX_HEADS**-0.5).unsqueeze(-1)).sum(2)
         hidden = torch.arange(keys.shape[1]) > place[..., None]
         return scores.masked_fill(hidden, -INF).topk(K, dim=-1).indices
 
@@ -162,12 +163,13 @@ class Layer(nn.Module):
         return torch.einsum("bthl,hvl->bthv", torch.einsum("bhts,bsl->bthl", weights, latents), self.kv_up[:, NOPE:])
 
 
-def traced(model, length=T):
+def traced(model, dtype=torch.float32):
     """The functional graph of a layer, its parameters known as such, without Dynamo."""
+    model = model.to(dtype)
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     state = {name: value.detach().requires_grad_(False) if name in dict(model.named_buffers()) else
              nn.Parameter(value.detach(), requires_grad=False) for name, value in state.items()}  # fmt: skip
-    x, start = torch.randn(B, length, HIDDEN), torch.tensor([9, 20])
+    x, start = torch.randn(B, T, HIDDEN, dtype=dtype), torch.tensor([9, 20])
 
     def program(x, start, *values):
         return functional_call(model, dict(zip(state, values, strict=True)), (x, start))
@@ -175,9 +177,9 @@ def traced(model, length=T):
     return sketch(program, x, start, *state.values()).module
 
 
-def named(model, options=None):
+def named(model, options=None, dtype=torch.float32):
     """The graph after all passes, and what each pass did."""
-    return run_pipeline(traced(model), options or Options(), "cpu")
+    return run_pipeline(traced(model, dtype), options or Options(), "cpu")
 
 
 def made(seed=0, **options):

@@ -32,9 +32,9 @@ class IndexerProlog(Prolog):
         if len(missing) > 1:
             return None
         if missing:
-            return Missing(_OPERANDS[missing[0]], f"the {missing[0]} of the indexer is not projected in this graph")
+            return Missing(_OPERANDS[missing[0]], f"nothing in this graph projects the indexer's {missing[0]}")
         if upstream := _upstream(flow, found):
-            return Missing(_OPERANDS[upstream], f"the {upstream} of the indexer is projected before the others begin")
+            return Missing(_OPERANDS[upstream], f"an earlier layer projects the indexer's {upstream}")
         names = {end: frozenset(o for o, other in ends.items() if other is end) for end in ends.values()}
         return Extent(frozenset().union(*found.values()), names)
 

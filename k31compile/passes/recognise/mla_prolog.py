@@ -38,12 +38,12 @@ class MlaProlog(Prolog):
             if not latent and not nearest:
                 return None
             part, which = ("q_up", "query") if latent else ("kv_down", "latent")
-            return Missing(part, f"the {which} of the attention is not projected in this graph")
+            return Missing(part, f"nothing in this graph projects the attention's {which}")
         begin = {activation_of(flow, product) for product in latent}
         inner = {n for n in flow.between(begin, query) if is_product(flow, n)}
         if not inner & nearest:
             if nearest & flow.ancestors(begin):
-                return Missing("q_up", "the query is projected before the input of the latent is there")
+                return Missing("q_up", "an earlier layer projects the attention's query")
             inner = nearest
         projections = inner | latent
         depths = _depths(flow, projections)
@@ -132,6 +132,8 @@ def _rows(node: fx.Node) -> int:
 def _is_for_each_head(flow: Dataflow, products: list[fx.Node], tokens: int) -> bool:
     """Whether heads have weights of their own: in one product, or as parts of one weight in several."""
     weights = weights_of(flow)
+    if not products:
+        return False
     if len(products) > 1:
         bases = [behind_views_and_casts(f) for p in products for f in operands(p) if f in weights]
         return len(set(bases)) < len(bases)

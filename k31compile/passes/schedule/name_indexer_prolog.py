@@ -31,8 +31,8 @@ def name_indexer_prolog(module: fx.GraphModule, options: Options) -> PassResult:
         aten.layer_norm
 
     Refuses when:
-        the query, the key or the head weights of the indexer are not projected in the same graph;
-        one of them is projected before the input of the others is there.
+        nothing in the graph projects one of query, key and head weights;
+        an earlier layer projects one of them, and the input of the others depends on it.
     """
     named = name_prologs(module, IndexerProlog())
     return PassResult(named.new, named.refused)

@@ -31,8 +31,8 @@ def name_mla_prolog(module: fx.GraphModule, options: Options) -> PassResult:
         aten.rms_norm
 
     Refuses when:
-        the query or the latent of the attention is not projected in the same graph;
-        the query is projected before the input of the latent is there;
+        nothing in the graph projects the attention's query or its latent;
+        an earlier layer projects the attention's query;
         more than three products follow on each other in front of the query.
     """
     named = name_prologs(module, MlaProlog())
