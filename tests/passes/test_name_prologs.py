@@ -315,10 +315,12 @@ def test_four_products_in_a_row_are_refused():
     assert reasons == ["its part q_up is missing: 4 products follow on each other before the query"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_casts_belong_to_what_they_cast(dtype):
-    module, _ = named(made(), dtype=dtype)
-    assert chains(module) == PLAIN
+def test_in_bfloat16_the_factor_of_the_weights_is_the_indexers():
+    """The scores are computed in float32: the smaller operand is in front of the cast, and the factor behind it."""
+    module, _ = named(made(), dtype=torch.bfloat16)
+    assert chains(module) == indexer(KEY, "weights_proj", "wq_b -> q_rope")
+    sizes = {part.name: part.weight_bytes for region in read_regions(module.graph) for part in region.parts}
+    assert sizes["wk"] == 2 * HIDDEN * INDEX
 
 
 def test_given_operands_have_no_prolog_and_no_sentence():
