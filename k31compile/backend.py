@@ -14,6 +14,7 @@ import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.contract.census import count_fused, describe_graph
 from k31compile.contract.compare import hold_to_contract
 from k31compile.errors import K31Error, OptionError, StrictError
+from k31compile.graph.named_regions import read_regions
 from k31compile.graph.trace import trace_functional
 from k31compile.nested import body_inputs, body_of, marked, nested_calls, repeated_layers
 from k31compile.options import Options
@@ -24,6 +25,8 @@ from k31compile.targets.cpu import compile_for_cpu, providers
 log = logging.getLogger("k31compile")
 
 Compiled = Callable[..., Any]
+
+_AS_WRITTEN = {"provider": "as written", "why": "named in parts for a schedule, nothing is replaced"}
 
 
 def k31(
@@ -97,8 +100,9 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     except K31Error as error:
         return _hand_over(module, example_inputs, options, report, str(error))
     report.nodes_after = _count_nodes(rewritten)
+    report.regions = _regions(rewritten)
     report.fused = dict(count_fused(rewritten))
-    report.providers = providers(report.fused)
+    report.providers = providers(report.fused) | {region["name"]: _AS_WRITTEN for region in report.regions}
     describe_graph(report, rewritten, example_inputs, with_memory=options.codegen == "ops" or options.lock is not None)
     hold_to_contract(report, options)
     start = time.perf_counter()
@@ -163,6 +167,14 @@ def _rewrite_nested(
 
 def _count_nodes(module: fx.GraphModule) -> int:
     return sum(len(child.graph.nodes) for child in module.modules() if isinstance(child, fx.GraphModule))
+
+
+def _regions(module: fx.GraphModule, calls: int = 1) -> list[dict[str, Any]]:
+    """The named regions of a graph, then those of its nested bodies with the number of their calls."""
+    found = [region.to_dict() | {"calls": calls} for region in read_regions(module.graph)]
+    for name, count in Counter(body_of(module, call) for call in nested_calls(module)).items():
+        found += _regions(getattr(module, name), calls * count)
+    return found
 
 
 def _add(report: Report, phase: str, seconds: float) -> None:

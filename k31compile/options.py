@@ -19,9 +19,11 @@ FUSIONS = (
     "gated_delta_recurrent",
     "gated_rms_norm",
     "grouped_experts",
+    "indexer_prolog",
     "kda_chunk",
     "kda_recurrent",
     "lightning_indexer",
+    "mla_prolog",
     "moe_gating_top_k",
     "short_conv",
     "sparse_flash_attention",
@@ -30,10 +32,8 @@ FUSIONS = (
 """The fusions that this version has."""
 
 PLANNED_FUSIONS = (
-    "indexer_prolog",
     "lightning_indexer_quant",
     "mega_kda",
-    "mla_prolog",
     "mx_quant",
     "sparse_flash_attention_quant",
     "tile_quant",

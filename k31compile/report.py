@@ -97,6 +97,8 @@ class Report:
             `at` is the line of the peak. Zeros where nobody asked for it.
         tier: under codegen="tiered": "ops" (until it is built), "inductor" (taken over), "failed" (stays operator by
             operator); else empty.
+        regions: per named region: name, where, layer, calls, inputs, outputs, edges between its parts, and parts:
+            name, kind, nodes, inputs, weight_bytes.
 
     """
 
@@ -120,6 +122,7 @@ class Report:
     inputs: list[str] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=_no_memory)
     tier: str = ""
+    regions: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def merge(reports: Iterable[Report]) -> Report:
@@ -148,6 +151,7 @@ class Report:
         self.refused = _once([*self.refused, *part.refused])
         self.notes = _once([*self.notes, *part.notes])
         self.confirmations = _once([*self.confirmations, *part.confirmations])
+        self.regions = [*self.regions, *part.regions]
         self.passes = _merged_passes([*self.passes, *part.passes])
         self.schedule = _merged_schedule(self.schedule, part.schedule)
         self.lines = part.lines | self.lines

@@ -1,13 +1,14 @@
 """Count the k31 operators of a finished graph, layer by layer, and tell which code each layer is."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
+from k31compile.graph.named_regions import read_regions
 from k31compile.graph.peak import predict_memory
 from k31compile.graph.sizes import input_values
 from k31compile.graph.source import module_path, source_line
@@ -18,9 +19,12 @@ from k31compile.passes.pipeline import copy_module
 from k31compile.report import Report
 from k31compile.targets.reinplace import reinplace_cache_writes
 
+Item = TypeVar("Item")
+Reader = Callable[[fx.GraphModule], Iterable[tuple[str, Item]]]
+
 
 def count_fused(module: fx.GraphModule) -> Counter[str]:
-    """k31 operators by call site: a nested body counts once for each call."""
+    """k31 operators and named regions by call site: a nested body counts once for each call."""
     found: Counter[str] = Counter()
     for counts in count_by_layer(module).values():
         found.update(counts)
@@ -30,18 +34,15 @@ def count_fused(module: fx.GraphModule) -> Counter[str]:
 def count_by_layer(module: fx.GraphModule) -> dict[str, Counter[str]]:
     """The same by the path of the module whose code became the operator."""
     found: dict[str, Counter[str]] = {}
-    for path, node in _nodes_by_layer(module):
-        names = [str(node.target).split(".")[1]] if str(node.target).startswith("k31.") else []
-        names += ["static_top_k"] if is_static_top_k(node) else []
-        if names:
-            found.setdefault(path, Counter()).update(names)
+    for path, name in _by_layer(module, _fusions):
+        found.setdefault(path, Counter())[name] += 1
     return {path: _sorted(found[path]) for path in sorted(found, key=natural)}
 
 
 def lines_by_layer(module: fx.GraphModule) -> dict[str, list[str]]:
     """Path of a module -> every `file.py:line` of its code that made a node, in the order of the graph."""
     found: dict[str, dict[str, None]] = {}
-    for path, node in _nodes_by_layer(module):
+    for path, node in _by_layer(module, _nodes):
         if node.op == "call_function":
             found.setdefault(path, {})[source_line(node)] = None
     return {path: list(lines) for path, lines in found.items()}
@@ -84,18 +85,34 @@ def _shape(tensor: torch.Tensor) -> str:
     return "[" + ", ".join("?" if isinstance(size, torch.SymInt) else str(size) for size in sizes) + "]"
 
 
-def _nodes_by_layer(module: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
-    """Every node with its module's path; those of a nested body come once for each call, under the caller's path."""
+def _fusions(module: fx.GraphModule) -> Iterator[tuple[str, str]]:
+    """The fusions of one graph, without its nested bodies, by the path of their module."""
+    for node in module.graph.nodes:
+        if str(node.target).startswith("k31."):
+            yield module_path(node), str(node.target).split(".")[1]
+        if is_static_top_k(node):
+            yield module_path(node), "static_top_k"
+    for region in read_regions(module.graph):
+        yield region.module, region.name
+
+
+def _nodes(module: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
+    for node in module.graph.nodes:
+        if _called_body(module, node) is None:
+            yield module_path(node), node
+
+
+def _by_layer(module: fx.GraphModule, read: Reader[Item]) -> Iterator[tuple[str, Item]]:
+    """What `read` finds in a graph; what it finds in a nested body comes once for each call, under the caller's path."""
+    yield from read(module)
     first: dict[str, str] = {}
     for node in module.graph.nodes:
         body = _called_body(module, node)
-        if body is None:
-            yield module_path(node), node
-            continue
-        path = module_path(node)
-        traced_as = first.setdefault(body_of(module, node), path)
-        for inner, inner_node in _nodes_by_layer(body):
-            yield _moved(inner, traced_as, path), inner_node
+        if body is not None:
+            path = module_path(node)
+            traced_as = first.setdefault(body_of(module, node), path)
+            for inner, item in _by_layer(body, read):
+                yield _moved(inner, traced_as, path), item
 
 
 def _called_body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:

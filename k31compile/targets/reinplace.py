@@ -7,6 +7,7 @@ without it every decode step would copy whole caches.
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.named_regions import LABEL
 from k31compile.graph.rewrite import same_strides
 from k31compile.graph.sizes import value_of
 from k31compile.graph.views import COPIES, is_view, may_alias
@@ -93,5 +94,7 @@ def _write_in_place(flow: Dataflow, write: fx.Node) -> None:
         part = graph.call_function(_OF_A_PART[write.target], (destination, *where))  # type: ignore[index]
         copied = graph.call_function(ATEN.copy_.default, (part, source))
     flow.position[part] = flow.position[copied] = flow.position[write]
+    if LABEL in write.meta:
+        part.meta[LABEL] = copied.meta[LABEL] = write.meta[LABEL]
     write.replace_all_uses_with(destination)  # type: ignore[arg-type]
     graph.erase_node(write)

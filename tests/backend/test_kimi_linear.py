@@ -56,6 +56,7 @@ def test_prefill_is_one_chunked_kda_a_layer(fused: Any) -> None:
     report = k31compile.last_report()
     assert report.nodes_after < report.nodes_before / 4
     assert not report.refused
+    assert not report.regions  # its dense attention has no indexer behind it
 
 
 def test_prompt_and_steps_with_a_cache(fused: Any) -> None:

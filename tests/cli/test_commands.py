@@ -29,6 +29,17 @@ def test_explain_says_what_is_fused(small: str, k31_json: RunJson) -> None:
     assert data["graphs"] == 1
     assert list(data["entries"]) == ["small"]
     assert data["nodes_before"] > data["nodes_after"] > 0
+    (region,) = data["regions"]
+    assert (region["name"], region["calls"]) == ("indexer_prolog", 1)
+    assert "small_model.py:" in region["where"]
+    assert {part["name"]: part["weight_bytes"] for part in region["parts"]} == {
+        # weights and biases of three projections in float32
+        "wq_b": 4 * (24 * 8 * 16 + 8 * 16),
+        "wk": 4 * (24 * 16 + 16),
+        "weights_proj": 4 * (24 * 8 + 8),
+    }
+    assert region["edges"] == []
+    assert all(part["nodes"] and part["inputs"] for part in region["parts"])
 
 
 def test_explain_writes_a_page_that_needs_nothing_else(small: str, tmp_path: Path, k31: Run) -> None:
@@ -42,6 +53,8 @@ def test_explain_writes_a_page_that_needs_nothing_else(small: str, tmp_path: Pat
         assert forbidden not in text
     assert "fuse_lightning_indexer" in text
     assert "<svg" in text
+    assert "indexer_prolog in" in out
+    assert 'aria-label="indexer_prolog: 3 parts, 0 edges"' in text
     opened: list[str] = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attrs: opened.append(tag)  # type: ignore[method-assign]

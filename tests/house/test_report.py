@@ -14,7 +14,7 @@ from k31compile.report import PassRun, Refusal, Report, clear_reports, last_repo
 KEYS = {
     *("fused", "contains", "refused", "graphs", "graph_breaks", "nodes_before", "nodes_after", "passes"),
     *("schedule", "cache", "phases", "versions", "notes", "providers", "confirmations"),
-    *("layers", "lines", "inputs", "memory", "tier"),
+    *("layers", "lines", "regions", "inputs", "memory", "tier"),
 }
 
 
@@ -38,6 +38,15 @@ def full() -> Report:
         phases={"trace": 0.25, "passes": 0.5},
         versions={"torch": "2.13.0"},
         notes=["no C++ compiler: the reference serves"],
+        regions=[
+            {
+                "name": "mla_prolog",
+                "where": "layers.1 (m.py:3)",
+                "calls": 2,
+                "parts": [{"name": name} for name in ("up", "norm", "rope", "alone")],
+                "edges": [["up", "norm"], ["up", "rope"]],
+            }
+        ],
         providers={"lightning_indexer": {"provider": "cpu", "why": "bf16, contiguous"}},
         confirmations=[
             {"name": "lightning_indexer", "samples": 8, "sizes": [3, 5], "tolerance": 1e-9, "worst_error": 1e-13}
@@ -63,6 +72,7 @@ def test_the_text_shows_everything_and_near_misses_first() -> None:
         "[relu]",
         "reference serves",
         "30 nodes before",
+        "mla_prolog 2 times, first in layers.1 (m.py:3): alone; up -> norm; up -> rope",
     ):
         assert part in text
     assert text.index("near miss lightning_indexer: there is no [relu] (m.py:7); add it") < text.index(
@@ -98,6 +108,7 @@ def test_merging_adds_counts_and_keeps_sentences_once() -> None:
     assert total.refused == full().refused
     assert total.notes == full().notes
     assert len(total.confirmations) == 1
+    assert total.regions == 2 * full().regions
     assert total.cache["hit"] is False
     assert total.cache["why"] == "1 of 2 graphs were found"
     assert Report.merge([full()]).to_dict() == full().to_dict()

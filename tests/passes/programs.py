@@ -12,6 +12,10 @@ def _normal(*shape):
     return torch.randn(shape, generator=_GENERATOR)
 
 
+def _parameter(*shape):
+    return torch.nn.Parameter(_normal(*shape) * 0.2, requires_grad=False)
+
+
 # Positive weights: with others many scores are exactly zero, and which of equal scores is best is anybody's choice.
 # What a Before block may speak of: q queries, k the indexer's keys, w its weights, c the latent, i chosen positions.
 OPERANDS = {
@@ -46,6 +50,17 @@ OPERANDS = {
     "frozen": _normal(3, B, T, D),
     "running": _normal(B, T, D),
     "depth_query": _normal(D),
+    # for what stands in front of an indexer and its attention: the layer's input, caches and where to write, weights
+    "hidden": _normal(B, T, 17).abs(),
+    "places": torch.tensor([1, 4, 6, 9, 11]),
+    "keys": _normal(B, S, D),
+    "latents": _normal(B, S, D),
+    "query_index": _parameter(17, H * D),
+    "key_down": _parameter(17, D),
+    "head_weights": torch.nn.Parameter(_parameter(17, H).abs(), requires_grad=False),
+    "query_down": _parameter(17, 11),
+    "query_up": _parameter(11, H * D),
+    "latent_down": _parameter(17, D),
 }
 # For programs of the indexer and its attention alone.
 INDEXED = {name: OPERANDS[name] for name in "qkwci"}
@@ -233,6 +248,40 @@ def attn_res_update_expected(*operands):
     return joined[1].view(B, T, D)
 
 
+def prolog_of_indexer(*operands):
+    hidden, places, keys, index, down, weights = named(
+        operands, "hidden", "places", "keys", "query_index", "key_down", "head_weights"
+    )
+    rows = keys.index_copy(1, places, torch.nn.functional.layer_norm(hidden @ down, [D]))
+    return (hidden @ index).view(B, T, H, D), rows, hidden @ weights
+
+
+def indexer_prolog_before(*operands):
+    return scored(*prolog_of_indexer(*operands)).topk(K, dim=-1).indices
+
+
+def indexer_prolog_expected(*operands):
+    query, rows, weights = prolog_of_indexer(*operands)
+    return indexer_expected(query, rows, weights, None, None)
+
+
+def prolog_of_mla(*operands):
+    hidden, places, latents, down, up, latent_down, chosen = named(
+        operands, "hidden", "places", "latents", "query_down", "query_up", "latent_down", "i"
+    )
+    rows = latents.index_copy(1, places, torch.nn.functional.rms_norm(hidden @ latent_down, [D]))
+    return (hidden @ down @ up).view(B, T, H, D), rows, chosen
+
+
+def mla_prolog_before(*operands):
+    return attended(*prolog_of_mla(*operands), 0.2)
+
+
+def mla_prolog_expected(*operands):
+    query, rows, chosen = prolog_of_mla(*operands)
+    return attention_expected(query, None, None, rows, chosen)
+
+
 PROGRAMS = {
     "fuse_attn_res_prepare": (attn_res_prepare_before, attn_res_prepare_expected),
     "fuse_attn_res_update": (attn_res_update_before, attn_res_update_expected),
@@ -246,5 +295,7 @@ PROGRAMS = {
     "fuse_moe_gating_top_k": (gating_before, gating_expected),
     "fuse_sparse_flash_attention": (attention_before, attention_expected),
     "fuse_short_conv": (short_conv_before, short_conv_expected),
+    "name_indexer_prolog": (indexer_prolog_before, indexer_prolog_expected),
+    "name_mla_prolog": (mla_prolog_before, mla_prolog_expected),
     "static_top_k": (both_before, both_expected),
 }
