@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
-import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.errors import K31Error, OptionError, StrictError
 from k31compile.graph.trace import trace_functional
+from k31compile.kernels import OPERATORS
 from k31compile.nested import body_inputs, body_of, marked, nested_calls, repeated_layers
 from k31compile.options import FUSIONS, Options
 from k31compile.passes.layout.static_top_k import is_static_top_k
@@ -97,7 +97,7 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     except K31Error as error:
         return _hand_over(module, example_inputs, options, report, str(error))
     report.nodes_after = _count_nodes(rewritten)
-    report.fused = dict(_count_fused(rewritten))
+    report.fused, report.contains = _counted(rewritten)
     report.providers = providers(report.fused)
     start = time.perf_counter()
     compiled = compile_for_cpu(rewritten, example_inputs, options)
@@ -163,19 +163,23 @@ def _count_nodes(module: fx.GraphModule) -> int:
     return sum(len(child.graph.nodes) for child in module.modules() if isinstance(child, fx.GraphModule))
 
 
-def _count_fused(module: fx.GraphModule) -> Counter[str]:
-    """k31 operators by call site: a nested body counts once for each call."""
-    found: Counter[str] = Counter()
+def _counted(module: fx.GraphModule) -> tuple[dict[str, int], dict[str, int]]:
+    """k31 operators by call site, and those whose work a larger one does; a nested body counts once for each call."""
+    fused: Counter[str] = Counter()
+    contains: Counter[str] = Counter()
     for node in module.graph.nodes:
         target = str(node.target)
         if target.startswith("k31."):
-            found[target.split(".")[1]] += 1
+            name = target.split(".")[1]
+            fused[name] += 1
+            contains.update(OPERATORS[name].parts(*node.args, **node.kwargs))
         if is_static_top_k(node):
-            found["static_top_k"] += 1
+            fused["static_top_k"] += 1
     for call in nested_calls(module):
-        body = getattr(module, body_of(module, call))
-        found.update(_count_fused(body))
-    return Counter({name: found[name] for name in (*FUSIONS, *found) if found[name]})
+        for counts, inner in zip((fused, contains), _counted(getattr(module, body_of(module, call))), strict=True):
+            counts.update(inner)
+    in_order = ({name: found[name] for name in (*FUSIONS, *found) if found[name]} for found in (fused, contains))
+    return next(in_order), next(in_order)
 
 
 def _add(report: Report, phase: str, seconds: float) -> None:

@@ -22,6 +22,7 @@ FUSIONS = (
     "kda_chunk",
     "kda_recurrent",
     "lightning_indexer",
+    "mega_kda",
     "moe_gating_top_k",
     "short_conv",
     "sparse_flash_attention",
@@ -32,7 +33,6 @@ FUSIONS = (
 PLANNED_FUSIONS = (
     "indexer_prolog",
     "lightning_indexer_quant",
-    "mega_kda",
     "mla_prolog",
     "mx_quant",
     "sparse_flash_attention_quant",
