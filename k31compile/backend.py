@@ -97,7 +97,7 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     except K31Error as error:
         return _hand_over(module, example_inputs, options, report, str(error))
     report.nodes_after = _count_nodes(rewritten)
-    report.fused, report.contains = _counted(rewritten)
+    report.fused, report.contains = count_operators(rewritten)
     report.providers = providers(report.fused)
     start = time.perf_counter()
     compiled = compile_for_cpu(rewritten, example_inputs, options)
@@ -163,7 +163,7 @@ def _count_nodes(module: fx.GraphModule) -> int:
     return sum(len(child.graph.nodes) for child in module.modules() if isinstance(child, fx.GraphModule))
 
 
-def _counted(module: fx.GraphModule) -> tuple[dict[str, int], dict[str, int]]:
+def count_operators(module: fx.GraphModule) -> tuple[dict[str, int], dict[str, int]]:
     """k31 operators by call site, and those whose work a larger one does; a nested body counts once for each call."""
     fused: Counter[str] = Counter()
     contains: Counter[str] = Counter()
@@ -176,7 +176,7 @@ def _counted(module: fx.GraphModule) -> tuple[dict[str, int], dict[str, int]]:
         if is_static_top_k(node):
             fused["static_top_k"] += 1
     for call in nested_calls(module):
-        for counts, inner in zip((fused, contains), _counted(getattr(module, body_of(module, call))), strict=True):
+        for counts, inner in zip((fused, contains), count_operators(getattr(module, body_of(module, call))), strict=True):
             counts.update(inner)
     in_order = ({name: found[name] for name in (*FUSIONS, *found) if found[name]} for found in (fused, contains))
     return next(in_order), next(in_order)

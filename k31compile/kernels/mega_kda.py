@@ -11,7 +11,7 @@ with unit(y) = y rsqrt(sum(y^2) + l2_eps).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def mega_kda_reference(call: MegaKda) -> Results:
 def _convolved(call: MegaKda, kept: torch.Tensor) -> list[torch.Tensor]:
     """Query, key and value by heads; `kept` takes the last inputs."""
     _, _, heads, width = call.raw_gate.shape
-    before = call.conv_state or [None] * len(call.x)
+    before: Sequence[torch.Tensor | None] = call.conv_state or [None] * len(call.x)
     runs = [
         short_conv_reference(x, weight, state=state)
         for x, weight, state in zip(call.x, call.conv_weight, before, strict=True)

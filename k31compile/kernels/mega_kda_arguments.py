@@ -99,7 +99,7 @@ class MegaKda:
         if taps < 1:
             raise OperatorError("conv_weight must have at least one tap, has shape [C, 0]")
         if self.lower_bound is not None and not self.lower_bound <= 0:
-            raise OperatorError(f"lower_bound bounds a logarithm of a decay: it must not be above 0, is {self.lower_bound}")
+            raise OperatorError(f"lower_bound of a log decay must not be above 0, is {self.lower_bound}")
         for i, channels in enumerate(self.channels(heads, width, depth)):
             check_shape("x", self.x[i], (batch, tokens, channels))
             check_shape("conv_weight", self.conv_weight[i], (channels, taps))
@@ -107,7 +107,8 @@ class MegaKda:
                 check_shape("conv_state", self.conv_state[i], (batch, taps - 1, channels))
         for name, tensors in (("x", self.x), ("conv_state", self.conv_state or ())):
             if any(a.dtype != b.dtype for a, b in pairwise(tensors)):
-                raise OperatorError(f"{name} must be tensors of one dtype, not of {', '.join(str(t.dtype) for t in tensors)}")
+                dtypes = ", ".join(str(tensor.dtype) for tensor in tensors)
+                raise OperatorError(f"{name} must be tensors of one dtype, not of {dtypes}")
         check_shape("a_log", self.a_log, (heads,))
         if self.dt_bias is not None:
             check_shape("dt_bias", self.dt_bias, (heads, width))

@@ -132,10 +132,10 @@ class MegaKdaCall(ctypes.Structure):
 
     _fields_ = [
         *((name, Operand * 3) for name in ("x", "weight", "conv_state")),
-        *((name, Operand) for name in "raw_gate a_log dt_bias raw_beta state out_gate norm_weight".split()),
+        *((name, Operand) for name in ("raw_gate", "a_log", "dt_bias", "raw_beta", "state", "out_gate", "norm_weight")),
         *_integers("batch tokens heads width depth taps softplus value_first beta_dtype core_dtype"),
         *_integers("activation gate_first weight_cast"),
-        *((name, ctypes.c_double) for name in "lower_bound l2_eps beta_factor scale norm_eps".split()),
+        *((name, ctypes.c_double) for name in ("lower_bound", "l2_eps", "beta_factor", "scale", "norm_eps")),
         *_integers("threads result result_dtype new_conv conv_dtype last"),
     ]
 

@@ -12,7 +12,7 @@ from k31compile.graph.layout import Layout
 from k31compile.graph.sizes import shape_of, value_of
 from k31compile.passes.recognise.delta_reading import plain_layouts
 
-_PAIRS = ("bt", "hk", "hv")
+_PAIRS = (("b", "t"), ("h", "k"), ("h", "v"))
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Form:
 def forms(node: fx.Node, letters: str, known: Mapping[str, int]) -> Iterator[Form]:
     """Every form in which a tensor may hold these letters, whose sizes are known; those without splits first."""
     shape = shape_of(node)
-    pairs = [pair for pair in _PAIRS if pair in letters]
+    pairs = [pair for pair in _PAIRS if set(pair) <= set(letters)]
     for count in range(len(pairs) + 1):
         found = False
         for chosen in combinations(pairs, count):

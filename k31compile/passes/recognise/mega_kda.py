@@ -34,6 +34,7 @@ from k31compile.passes.recognise.mega_reading import MegaOperands, MegaReading
 from k31compile.passes.recognise.operands import is_parameter
 
 _MOST_READINGS = 64
+_WITH_NUMBERS = ((0, "query"), (1, "key"), (3, "gate"), (4, "beta"))
 
 
 class MegaKdaRecogniser(Recogniser):
@@ -63,11 +64,11 @@ class MegaKdaRecogniser(Recogniser):
         found = list(itertools.islice(_assignments(flow, parts, region), _MOST_READINGS))
         context = repr([operands.positions(region) for operands in found])
         inside = set(region.nodes)
-        query, key, gate = (
-            constants_in(flow.in_order(glue_above(flow, anchor.args[i]) & inside)) for i in (0, 1, 3)
-        )
+        numbers = {
+            name: constants_in(flow.in_order(glue_above(flow, anchor.args[i]) & inside)) for i, name in _WITH_NUMBERS
+        }
         for operands in found:
-            yield MegaReading(region, parts, operands, (query, key, gate), context)
+            yield MegaReading(region, parts, operands, numbers, context)
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nobody else reads what is computed inside, and no operand depends on a result."""
@@ -99,8 +100,8 @@ class MegaKdaRecogniser(Recogniser):
         if "also read" in reason:
             return "read the layer's output and its states only"
         return (
-            "the recognised layer is short_conv with SiLU, q and k through x * rsqrt(sum(x^2) + eps), "
-            "lower_bound * sigmoid(exp(A) * (g + b)) or -exp(A) * softplus(g + b), sigmoid(beta), the step, a gated norm"
+            "the recognised layer is a short conv with SiLU, q and k through x * rsqrt(sum(x^2) + eps), log decay "
+            "bound * sigmoid(exp(A) * (g + b)) or -exp(A) * softplus(g + b), sigmoid(beta), the step, a gated norm"
         )
 
 
@@ -130,7 +131,7 @@ def _may_be_leaf(sizes: dict[str, int], node: fx.Node) -> bool:
 def _assignments(flow: Dataflow, parts: Parts, region: Region) -> Iterator[MegaOperands]:
     """Every way to read the region's leaves and outputs by place and shape."""
     sizes, stop = letters_of(parts), set(region.leaves).__contains__
-    _, _, _, gate, beta, _ = parts.rule.args[:6]
+    gate, beta = parts.rule.args[3:5]
     above_gate, above_beta = (flow.ancestors([node], stop=stop) for node in (gate, beta) if isinstance(node, fx.Node))
     rest = [leaf for leaf in region.leaves if leaf not in parts.given]
     betas = [leaf for leaf in rest if leaf in above_beta]
@@ -146,24 +147,24 @@ def _assignments(flow: Dataflow, parts: Parts, region: Region) -> Iterator[MegaO
             _held(rate, "h", sizes),
             _held(bias[0], "hk", sizes) if bias else [None],
             _held(betas[0], "bth", sizes),
-            _held_state(parts.state, sizes),
+            _held_state(parts, parts.state, sizes),
             _held(parts.out_gate, "bthv", sizes),
             [*_held(parts.norm_weight, "v", sizes), *_held(parts.norm_weight, "hv", sizes)],
             _held(region.outputs[0], "bthv", sizes),
-            _held_state(states[0], sizes) if states else [None],
+            _held_state(parts, states[0], sizes) if states else [None],
         ]
         for read in itertools.product(*fields):
-            yield MegaOperands(*read, tuple(windows))  # type: ignore[arg-type]
+            yield MegaOperands(tuple(windows), *read)  # type: ignore[arg-type]
 
 
 def _held(node: fx.Node, letters: str, sizes: dict[str, int]) -> list[Held | None]:
     return [Held(node, form) for form in forms(node, letters, {letter: sizes[letter] for letter in letters})]
 
 
-def _held_state(node: fx.Node, sizes: dict[str, int]) -> list[Held | None]:
-    """A state by its own order of keys and values; where that does not show, both."""
+def _held_state(parts: Parts, node: fx.Node, sizes: dict[str, int]) -> list[Held | None]:
+    """A state by its own order of keys and values; where that does not show, the likelier one first."""
     found: list[Held | None] = []
-    for letters in ("bhkv", "bhvk"):
+    for letters in ("bhvk", "bhkv") if parts.rule.kwargs.get("state_layout") == "VK" else ("bhkv", "bhvk"):
         for held in _held(node, letters, sizes):
             assert held is not None
             first, second = held.form.layout.dims[2:]

@@ -17,6 +17,8 @@ NORM = "k31.gated_rms_norm.default"
 _FETCHES = {ATEN.index.Tensor, ATEN.index_select.default, ATEN.embedding.default, ATEN.gather.default}
 _MATRICES = {ATEN.linear.default, ATEN.matmul.default, ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default}
 
+_LARGEST_NUMBER = 1e9
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -99,10 +101,7 @@ def convs_above(flow: Dataflow, node: fx.Node) -> list[fx.Node]:
 
 def norm_below(flow: Dataflow, rule: fx.Node) -> fx.Node | None:
     """The gated norm that the rule's output goes into."""
-    (out,) = results(rule, 0) or [None]
-    if out is None:
-        return None
-    below = flow.descendants([out], stop=is_no_glue)
+    below = flow.descendants(results(rule, 0), stop=is_no_glue)
     norms = [node for node in flow.in_order(below) if str(node.target) == NORM and node.args[0] in below]
     return norms[0] if norms else None
 
@@ -156,20 +155,16 @@ def _keeps_all(node: fx.Node) -> bool:
         return False
     if node.target in CASTS:
         before, after = value_of(source).dtype, value_of(node).dtype
-        return after == before or (before.itemsize < after.itemsize)
+        return bool(after == before or before.itemsize < after.itemsize)
     is_moved = is_view(node) and node.target not in COPIES and node.target is not ATEN.expand.default
     return is_moved and numel_of(source) == numel_of(node)
 
 
 def constants_in(nodes: Sequence[fx.Node]) -> list[float]:
     """The numbers that stand in the arguments of some nodes."""
-    found = {
-        float(argument): None
-        for node in nodes
-        for argument in (*node.args, *node.kwargs.values())
-        if type(argument) in (int, float) and argument == argument and abs(argument) < 1e9
-    }
-    return [number for number in found if number]
+    arguments = [argument for node in nodes for argument in (*node.args, *node.kwargs.values())]
+    numbers = [float(argument) for argument in arguments if isinstance(argument, int | float)]
+    return list(dict.fromkeys(number for number in numbers if 0 < abs(number) < _LARGEST_NUMBER))
 
 
 def letters_of(parts: Parts) -> dict[str, int]:

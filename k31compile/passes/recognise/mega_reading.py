@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading
-from k31compile.graph.evaluate import coarsest_unit, run_as_written, run_in_float64
+from k31compile.graph.evaluate import coarsest_unit, run_as_written
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, is_float, numel_of, shape_under, symbols_of, value_of
 from k31compile.passes.recognise.delta_reading import distance
@@ -19,19 +19,20 @@ from k31compile.passes.recognise.operands import Values, spread
 
 _LARGEST_EPS = 0.1
 _SAME_FLOAT32 = 1e-5
-_SHARE = 0.99
+_SHARE, _HOPELESS = 0.99, 0.8
 # Enough rounded values for a share of them to mean something, from as few runs as may be.
-_ROUNDED_VALUES, _MOST_RUNS = 2048, 32
+_ROUNDED_VALUES, _MOST_RUNS = 1024, 32
 _HALVES = (torch.bfloat16, torch.float16)
 
-Numbers = tuple[list[float], list[float], list[float]]
-"""What stands in the glue that makes query, key and gate."""
+Numbers = Mapping[str, list[float]]
+"""The constants in the glue that makes query, key, gate and beta."""
 
 
 @dataclass(frozen=True)
 class MegaOperands:
     """Leaves and outputs in their forms; `windows` are the convolutions' states where they are kept."""
 
+    windows: tuple[fx.Node, ...]
     raw_gate: Held
     a_log: Held
     dt_bias: Held | None
@@ -41,11 +42,10 @@ class MegaOperands:
     norm_weight: Held
     out: Held
     final: Held | None
-    windows: tuple[fx.Node, ...]
 
     def given(self) -> dict[str, Held]:
         """The operands by name, without those that are not there and without results."""
-        named = {part.name: getattr(self, part.name) for part in fields(self)[:7]}
+        named = {part.name: getattr(self, part.name) for part in fields(self)[1:8]}
         return {name: held for name, held in named.items() if held is not None}
 
     def positions(self, region: Region) -> list[Any]:
@@ -114,7 +114,8 @@ class MegaReading(Reading):
     def _conv(self, i: int) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         conv = self.parts.convs[i]
         x, weight = conv.args[:2]
-        assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+        assert isinstance(x, fx.Node)
+        assert isinstance(weight, fx.Node)
         state = conv.kwargs.get("state")
         return x, weight, state if isinstance(state, fx.Node) else None
 
@@ -183,34 +184,37 @@ class MegaReading(Reading):
         return [part for conv, part in zip(convs, split, strict=True) if conv in owners]
 
     def _constants(self, sample: Values, outputs: Sequence[torch.Tensor]) -> Constants:
-        """The first constants of the glue that give these outputs.
+        """The first constants of the glue that give these outputs; a state does not depend on the scale.
 
         Raises:
             Mismatch: none do.
         """
-        least: float | None = None
+        least = torch.inf
         for constants in self._candidates():
-            errors = self._errors(self._call(sample, constants), outputs)
-            if max(errors) < TOLERANCE:
-                return constants
-            least = min(max(errors), least if least is not None else max(errors))
+            for scale in self._scales():
+                scaled = replace(constants, scale=scale)
+                errors = self._errors(self._call(sample, scaled), outputs)
+                if max(errors) < TOLERANCE:
+                    return scaled
+                least = min(least, max(errors))
+                if self.operands.final is not None and not errors[0] < TOLERANCE:
+                    break
         raise Mismatch(
             f"what stands between its parts is not that of a KDA layer: it differs by {least:.1e} of its size "
             "(unit query and key, log decay by a bounded sigmoid or softplus, sigmoid beta)"
         )
 
     def _candidates(self) -> Iterator[Constants]:
-        query, key, gate = self.numbers
-        scale = float(self.parts.rule.kwargs.get("scale", 1.0))  # type: ignore[arg-type]
-        width = self._shapes()["raw_gate"][3]
-        bounds = sorted({-abs(number) for number in gate})
-        small = [number for number in (*query, *key) if 0 < number < _LARGEST_EPS]
-        factors = {1.0: None} | {abs(f): None for number in query for f in (number, 1 / number)}
-        for bound, eps, beta_factor in itertools.product(
-            [*bounds, None], dict.fromkeys([*small, *(width * eps for eps in small)]), (1.0, 2.0)
-        ):
-            for factor in factors:
-                yield Constants(bound, eps, beta_factor, scale * factor)
+        bounds = [*sorted({-abs(number) for number in self.numbers["gate"]}), None]
+        small = [number for number in self.numbers["query"] + self.numbers["key"] if 0 < number < _LARGEST_EPS]
+        factors = (2.0, 1.0) if 2.0 in map(abs, self.numbers["beta"]) else (1.0,)
+        for bound, eps, factor in itertools.product(bounds, dict.fromkeys(small), factors):
+            yield Constants(bound, eps, factor, 1.0)
+
+    def _scales(self) -> list[float]:
+        own = float(self.parts.rule.kwargs.get("scale", 1.0))  # type: ignore[arg-type]
+        factors = [factor for number in self.numbers["query"] for factor in (number, 1 / number)]
+        return list(dict.fromkeys(own * factor for factor in (1.0, *factors)))
 
     def _call(self, values: Values, constants: Constants) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The operator on leaf values; casts of the author where they are not float64."""
@@ -253,18 +257,23 @@ class MegaReading(Reading):
         Raises:
             Mismatch: none do.
         """
-        drawn = list(self._runs_as_written())
-        best, nearest = constants, 0.0
-        for variant in self._roundings(constants):
-            share = min(self._share_of_equal(self._call(values, variant), theirs) for values, theirs in drawn)
-            if share > nearest:
-                best, nearest = variant, share
-        if nearest < _SHARE:
+        shares: dict[Constants, list[float]] = {variant: [] for variant in self._roundings(constants)}
+        best = 0.0
+        for values, theirs in self._runs_as_written():
+            for variant, found in shares.items():
+                found.append(self._share_of_equal(self._call(values, variant), theirs))
+            best = max(found[-1] for found in shares.values())
+            shares = {variant: found for variant, found in shares.items() if found[-1] > _HOPELESS}
+            if not shares:
+                break
+        means = {variant: sum(found) / len(found) for variant, found in shares.items()}
+        best = max(means.values(), default=best)
+        if not means or best < _SHARE:
             raise Mismatch(
-                f"it rounds elsewhere than the operator does: at best {nearest:.0%} of its results are equal "
+                f"it rounds elsewhere than the operator does: at best {best:.0%} of its results are equal "
                 "(unit vectors, gates and step in float32 are recognised)"
             )
-        return best
+        return max(means, key=lambda variant: means[variant])
 
     def _roundings(self, constants: Constants) -> Iterator[Constants]:
         rows, norm = self.parts.norm.args[0], self.parts.norm
@@ -309,7 +318,7 @@ class MegaReading(Reading):
         assert self.learned is not None
         result, kept, state = self._call(dict(zip(self.region.leaves, leaves, strict=True)), self.learned)
         final = self.operands.final
-        results = [self.operands.out.restore(result), *([final.restore(self._as_kept(state))] if final else []), *self._windows(kept)]
+        states = [final.restore(self._as_kept(state))] if final is not None else []
+        results = [self.operands.out.restore(result), *states, *self._windows(kept)]
         olds = [value_of(node).dtype for node in self.region.outputs]
         return tuple(new if new.dtype == old else new.to(old) for new, old in zip(results, olds, strict=True))
-
