@@ -176,7 +176,8 @@ def count_operators(module: fx.GraphModule) -> tuple[dict[str, int], dict[str, i
         if is_static_top_k(node):
             fused["static_top_k"] += 1
     for call in nested_calls(module):
-        for counts, inner in zip((fused, contains), count_operators(getattr(module, body_of(module, call))), strict=True):
+        body = count_operators(getattr(module, body_of(module, call)))
+        for counts, inner in zip((fused, contains), body, strict=True):
             counts.update(inner)
     in_order = ({name: found[name] for name in (*FUSIONS, *found) if found[name]} for found in (fused, contains))
     return next(in_order), next(in_order)

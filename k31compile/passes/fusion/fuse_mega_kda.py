@@ -18,8 +18,8 @@ def fuse_mega_kda(module: fx.GraphModule, options: Options) -> PassResult:
     """Three fused operators and what stands between them become one (K3.1 spec 2.3 to 2.6).
 
     Before:
-        window = torch.cat([before, inputs], 1)
-        y = torch.nn.functional.silu(sum(window[:, i : i + 5] * taps[:, 0, i] for i in range(4)))
+        window = torch.cat([packed_before, packed], 1)
+        y = torch.nn.functional.silu(sum(window[:, i : i + 5] * packed_taps[:, i] for i in range(4)))
         mine, keys, values = (x.unflatten(-1, (3, -1)) for x in y.split([18, 18, 21], -1))
         mine, keys = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (mine, keys))
         decay = (-5.0 * torch.sigmoid(rate.exp()[:, None] * (gate + shift))).exp()

@@ -64,9 +64,8 @@ class MegaKdaRecogniser(Recogniser):
         found = list(itertools.islice(_assignments(flow, parts, region), _MOST_READINGS))
         context = repr([operands.positions(region) for operands in found])
         inside = set(region.nodes)
-        numbers = {
-            name: constants_in(flow.in_order(glue_above(flow, anchor.args[i]) & inside)) for i, name in _WITH_NUMBERS
-        }
+        made = {name: anchor.args[i] for i, name in _WITH_NUMBERS} | {"core": parts.norm.args[0]}
+        numbers = {name: constants_in(flow.in_order(glue_above(flow, node) & inside)) for name, node in made.items()}
         for operands in found:
             yield MegaReading(region, parts, operands, numbers, context)
 

@@ -8,7 +8,7 @@ from torch import fx
 from k31compile.graph.confirm import Mismatch
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, numel_of, shape_of, value_of
-from k31compile.graph.views import CASTS, COPIES, is_view
+from k31compile.graph.views import CASTS, COPIES, is_narrowing, is_view
 from k31compile.passes.recognise.contractions import is_contraction
 
 RULE = "k31.kda_recurrent.default"
@@ -154,8 +154,7 @@ def _keeps_all(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or not is_float(node) or not is_float(source):
         return False
     if node.target in CASTS:
-        before, after = value_of(source).dtype, value_of(node).dtype
-        return bool(after == before or before.itemsize < after.itemsize)
+        return not is_narrowing(node)
     is_moved = is_view(node) and node.target not in COPIES and node.target is not ATEN.expand.default
     return is_moved and numel_of(source) == numel_of(node)
 

@@ -25,7 +25,7 @@ _ROUNDED_VALUES, _MOST_RUNS = 1024, 32
 _HALVES = (torch.bfloat16, torch.float16)
 
 Numbers = Mapping[str, list[float]]
-"""The constants in the glue that makes query, key, gate and beta."""
+"""The constants in the glue that makes query, key, gate, beta, and the rows of the norm from the rule's output."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class MegaReading(Reading):
                 if leaf is not None:
                     sample[leaf] = size * spread(shape_under(leaf, self._substitution), generator, decades, 3)
             sample[weight] = normal(shape_under(weight, self._substitution))
-        sizes = {"raw_gate": 4.0, "raw_beta": 3.0, "out_gate": 3.0}
+        # Rates up to e^5: a clamp that ordinary ones do not reach would show.
+        sizes = {"raw_gate": 4.0, "raw_beta": 3.0, "out_gate": 3.0, "a_log": 2.0}
         for name, shape in self._shapes().items():
             wide = 2 * decades if name == "state" else 0.0
             drawn = sizes.get(name, 1.0) * normal(shape, wide)
@@ -213,7 +214,8 @@ class MegaReading(Reading):
 
     def _scales(self) -> list[float]:
         own = float(self.parts.rule.kwargs.get("scale", 1.0))  # type: ignore[arg-type]
-        factors = [factor for number in self.numbers["query"] for factor in (number, 1 / number)]
+        numbers = [*self.numbers["query"], *self.numbers["core"]]
+        factors = [factor for number in numbers for factor in (number, 1 / number)]
         return list(dict.fromkeys(own * factor for factor in (1.0, *factors)))
 
     def _call(self, values: Values, constants: Constants) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
