@@ -3,6 +3,7 @@
 import logging
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 import k31compile.kernels  # noqa: F401  (registers the operators)
-from k31compile.contract.census import count_fused, describe_graph
+from k31compile.contract.census import count_contained, count_fused, describe_graph
 from k31compile.contract.compare import hold_to_contract
 from k31compile.errors import K31Error, OptionError, StrictError
 from k31compile.graph.named_regions import read_regions
@@ -101,7 +102,7 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
         return _hand_over(module, example_inputs, options, report, str(error))
     report.nodes_after = _count_nodes(rewritten)
     report.regions = _regions(rewritten)
-    report.fused = dict(count_fused(rewritten))
+    report.fused, report.contains = dict(count_fused(rewritten)), dict(count_contained(rewritten))
     report.providers = providers(report.fused) | {region["name"]: _AS_WRITTEN for region in report.regions}
     describe_graph(report, rewritten, example_inputs, with_memory=options.codegen == "ops" or options.lock is not None)
     hold_to_contract(report, options)

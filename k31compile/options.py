@@ -23,6 +23,7 @@ FUSIONS = (
     "kda_chunk",
     "kda_recurrent",
     "lightning_indexer",
+    "mega_kda",
     "mla_prolog",
     "moe_gating_top_k",
     "short_conv",
@@ -33,7 +34,6 @@ FUSIONS = (
 
 PLANNED_FUSIONS = (
     "lightning_indexer_quant",
-    "mega_kda",
     "mx_quant",
     "sparse_flash_attention_quant",
     "tile_quant",

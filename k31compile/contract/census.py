@@ -12,6 +12,7 @@ from k31compile.graph.named_regions import read_regions
 from k31compile.graph.peak import predict_memory
 from k31compile.graph.sizes import input_values
 from k31compile.graph.source import module_path, source_line
+from k31compile.kernels import OPERATORS
 from k31compile.nested import body_of, is_nested_call
 from k31compile.options import FUSIONS
 from k31compile.passes.layout.static_top_k import is_static_top_k
@@ -29,6 +30,11 @@ def count_fused(module: fx.GraphModule) -> Counter[str]:
     for counts in count_by_layer(module).values():
         found.update(counts)
     return _sorted(found)
+
+
+def count_contained(module: fx.GraphModule) -> Counter[str]:
+    """The operators whose work larger ones do, by call site."""
+    return _sorted(Counter(name for _, name in _by_layer(module, _contained)))
 
 
 def count_by_layer(module: fx.GraphModule) -> dict[str, Counter[str]]:
@@ -96,6 +102,13 @@ def _fusions(module: fx.GraphModule) -> Iterator[tuple[str, str]]:
         yield region.module, region.name
 
 
+def _contained(module: fx.GraphModule) -> Iterator[tuple[str, str]]:
+    for node in module.graph.nodes:
+        if str(node.target).startswith("k31."):
+            parts = OPERATORS[str(node.target).split(".")[1]].parts(*node.args, **node.kwargs)
+            yield from ((module_path(node), part) for part, count in Counter(parts).items() for _ in range(count))
+
+
 def _nodes(module: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
     for node in module.graph.nodes:
         if _called_body(module, node) is None:
@@ -103,7 +116,7 @@ def _nodes(module: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
 
 
 def _by_layer(module: fx.GraphModule, read: Reader[Item]) -> Iterator[tuple[str, Item]]:
-    """What `read` finds in a graph; what it finds in a nested body comes once for each call, under the caller's path."""
+    """What `read` finds in a graph; what it finds in a nested body comes for each call, under the caller's path."""
     yield from read(module)
     first: dict[str, str] = {}
     for node in module.graph.nodes:

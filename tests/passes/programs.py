@@ -46,6 +46,12 @@ OPERANDS = {
     "shares": torch.rand((8, 3), generator=_GENERATOR),
     "gate_up": _normal(12, 14, 10),
     "down": _normal(12, 10, 7),
+    # for a KDA layer: packed channels of query, key and value, those before them, taps; rate and shift of its gate
+    "packed": _normal(B, T, 57),
+    "packed_before": _normal(B, 3, 57),
+    "packed_taps": _normal(57, 4),
+    "rate": _normal(H),
+    "shift": _normal(H, 6),
     # for attention over depth: frozen block sums, the running one, a learned query
     "frozen": _normal(3, B, T, D),
     "running": _normal(B, T, D),
@@ -282,6 +288,26 @@ def mla_prolog_expected(*operands):
     return attention_expected(query, None, None, rows, chosen)
 
 
+def mega_kda_before(*operands):
+    names = ("gate", "beta", "state", "opening", "weight", "packed", "packed_before", "packed_taps", "rate", "shift")
+    gate, beta, state, opening, weight, packed, before, taps, rate, shift = named(operands, *names)
+    window = torch.cat([before, packed], 1)
+    y = torch.nn.functional.silu(sum(window[:, i : i + T] * taps[:, i] for i in range(4)))
+    query, key, value = (x.unflatten(-1, (H, -1)) for x in y.split([18, 18, 21], -1))
+    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    decays = (-torch.exp(rate)[:, None] * torch.nn.functional.softplus(gate + shift)).exp().unsqueeze(-1)
+    out = delta_steps(query * 0.4, key, value, decays, 2 * beta.sigmoid(), state)
+    return torch.nn.functional.rms_norm(out, (7,), weight, 1e-5) * torch.sigmoid(opening)
+
+
+def mega_kda_expected(*operands):
+    names = ("gate", "beta", "state", "opening", "weight", "packed", "packed_before", "packed_taps", "rate", "shift")
+    gate, beta, state, opening, weight, packed, before, taps, rate, shift = named(operands, *names)
+    layer = ([packed], [taps], [before], gate, rate, shift, beta, state, opening, weight)
+    options = {"norm_eps": 1e-5, "beta_factor": 2.0, "scale": 0.4}
+    return torch.ops.k31.mega_kda(*layer, **options)[0]
+
+
 PROGRAMS = {
     "fuse_attn_res_prepare": (attn_res_prepare_before, attn_res_prepare_expected),
     "fuse_attn_res_update": (attn_res_update_before, attn_res_update_expected),
@@ -292,6 +318,7 @@ PROGRAMS = {
     "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),
     "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
+    "fuse_mega_kda": (mega_kda_before, mega_kda_expected),
     "fuse_moe_gating_top_k": (gating_before, gating_expected),
     "fuse_sparse_flash_attention": (attention_before, attention_expected),
     "fuse_short_conv": (short_conv_before, short_conv_expected),
