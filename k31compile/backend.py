@@ -1,5 +1,6 @@
 """`torch.compile(model, backend="k31")`: trace, passes, target, report. Found by entry point, no import needed."""
 
+import functools
 import logging
 import platform
 import time
@@ -14,6 +15,9 @@ from torch._inductor.compile_fx import compile_fx
 import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.errors import K31Error, OptionError, StrictError
 from k31compile.graph.trace import trace_functional
+from k31compile.leaves.hook import current, install
+from k31compile.leaves.leaf import as_written, leaf_calls
+from k31compile.leaves.learn import learn
 from k31compile.nested import body_inputs, body_of, marked, nested_calls, repeated_layers
 from k31compile.options import FUSIONS, Options
 from k31compile.passes.layout.static_top_k import is_static_top_k
@@ -87,6 +91,7 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     if foreign:
         return _hand_over(module, example_inputs, options, report, foreign)
     report.nodes_before = _count_nodes(module)
+    _tell_of_leaves(module, report)
     try:
         if nested_calls(module):
             rewritten = _rewrite_nested(module, example_inputs, options, report)
@@ -97,6 +102,9 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     except K31Error as error:
         return _hand_over(module, example_inputs, options, report, str(error))
     report.nodes_after = _count_nodes(rewritten)
+    session = current()
+    if session is not None:
+        report.learned = learn(rewritten, session)
     report.fused = dict(_count_fused(rewritten))
     report.providers = providers(report.fused)
     start = time.perf_counter()
@@ -104,6 +112,20 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     report.phases["codegen"] = time.perf_counter() - start
     report.cache["why"] = "kept by Inductor's own caches" if options.cache else "cache=False"
     return compiled
+
+
+def _tell_of_leaves(module: fx.GraphModule, report: Report) -> None:
+    """Put into the report which functions were kept whole, by how many calls, and which candidates were not."""
+    counts: Counter[int] = Counter()
+    found: dict[int, dict[str, Any]] = {}
+    for _, leaf in leaf_calls(module):
+        key = hash((leaf.call.function, leaf.form.operator, leaf.call.key()))
+        counts[key] += 1
+        found.setdefault(key, leaf.to_dict())
+    report.leaves = [{**entry, "calls": counts[key]} for key, entry in found.items()]
+    session = current()
+    if session is not None:
+        report.refused.extend(session.refused.values())
 
 
 def _why_not_ours(example_inputs: Sequence[Any], options: Options) -> str:
@@ -126,6 +148,8 @@ def _hand_over(
     if options.strict:
         raise StrictError(why)
     report.notes.append(why)
+    as_written(module)
+    report.leaves = []
     if options.codegen == "ops":
         return module.forward
     compiled: Any = compile_fx(module, list(example_inputs))
@@ -180,3 +204,24 @@ def _count_fused(module: fx.GraphModule) -> Counter[str]:
 
 def _add(report: Report, phase: str, seconds: float) -> None:
     report.phases[phase] = report.phases.get(phase, 0.0) + seconds
+
+
+def _options_of(compiler: Any) -> Mapping[str, Any] | None:
+    """The options that Dynamo's compiler of a frame hands to `k31`; None for the compiler of another backend."""
+    options: Mapping[str, Any] = {}
+    while True:
+        if compiler is k31:
+            return options
+        if isinstance(compiler, functools.partial):
+            options = compiler.keywords.get("options") or options
+            compiler = compiler.func
+        elif hasattr(compiler, "_torchdynamo_orig_backend"):
+            compiler = compiler._torchdynamo_orig_backend
+        elif hasattr(compiler, "compiler_fn"):
+            options = getattr(compiler, "kwargs", {}).get("options") or options
+            compiler = compiler.compiler_fn
+        else:
+            return None
+
+
+install(_options_of)

@@ -84,6 +84,8 @@ class Report:
         notes: what a user must know, one sentence each: every fall-back is here.
         providers: operator name -> provider and why it was picked.
         confirmations: per confirmed region: name, samples, sizes, tolerance, worst_error.
+        leaves: per function that was kept whole: function, where, operator, why, calls, samples, lengths, worst_error.
+        learned: functions that a region came out of, candidates from the next compile on.
 
     """
 
@@ -102,6 +104,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     providers: dict[str, dict[str, str]] = field(default_factory=dict)
     confirmations: list[dict[str, Any]] = field(default_factory=list)
+    leaves: list[dict[str, Any]] = field(default_factory=list)
+    learned: list[str] = field(default_factory=list)
 
     @staticmethod
     def merge(reports: Iterable[Report]) -> Report:
@@ -125,6 +129,8 @@ class Report:
         self.refused = _once([*self.refused, *part.refused])
         self.notes = _once([*self.notes, *part.notes])
         self.confirmations = _once([*self.confirmations, *part.confirmations])
+        self.leaves = _once([*self.leaves, *part.leaves])
+        self.learned = _once([*self.learned, *part.learned])
         self.passes = _merged_passes([*self.passes, *part.passes])
         self.schedule = _merged_schedule(self.schedule, part.schedule)
         self.versions |= part.versions

@@ -17,6 +17,7 @@ LAYERS = [
     {"passes"},
     {"targets"},
     {"cache"},
+    {"leaves"},
     {"backend", "entry", "explain", "check", "nested"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},

@@ -13,7 +13,7 @@ from k31compile.report import PassRun, Refusal, Report, clear_reports, last_repo
 
 KEYS = {
     *("fused", "contains", "refused", "graphs", "graph_breaks", "nodes_before", "nodes_after", "passes"),
-    *("schedule", "cache", "phases", "versions", "notes", "providers", "confirmations"),
+    *("schedule", "cache", "phases", "versions", "notes", "providers", "confirmations", "leaves", "learned"),
 }
 
 
