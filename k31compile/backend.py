@@ -87,11 +87,11 @@ def _options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mappi
 
 
 def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> Compiled:
+    _tell_of_leaves(module, report)
     foreign = _why_not_ours(example_inputs, options)
     if foreign:
         return _hand_over(module, example_inputs, options, report, foreign)
     report.nodes_before = _count_nodes(module)
-    _tell_of_leaves(module, report)
     try:
         if nested_calls(module):
             rewritten = _rewrite_nested(module, example_inputs, options, report)

@@ -103,28 +103,29 @@ class Form:
     evidence: Evidence = Evidence(0, (), 0.0)
 
     def fits(self, call: Call) -> bool:
-        """Whether a call with the same key has sizes for which this was confirmed; adds no guard."""
+        """Whether a call with the same key has sizes for which this was confirmed.
+
+        Symbolic sizes that have to agree are guarded as agreeing, as tracing into the function would do.
+        """
         if {operand.name for operand in self.operands.values()} != set(call.tensors):
             return False
         known: dict[str, Any] = {"k": self.k, "v": self.v}
         for operand in self.operands.values():
-            tensor = call.tensors[operand.name]
-            if tensor.dim() != operand.rank:
+            shape = call.tensors[operand.name].shape
+            if len(shape) != operand.rank:
                 return False
             for letter in operand.letters:
-                size = operand.layout.size(letter, tensor.shape)
-                wanted = (
-                    known.setdefault("h", _times(size, operand.repeat)) if letter == "n" else known.get(letter, size)
-                )
-                known.setdefault(letter, size)
-                if not _same(_times(size, operand.repeat) if letter == "n" else size, wanted):
+                size = operand.layout.size(letter, shape)
+                if letter == "n":
+                    letter, size = "h", size * operand.repeat
+                if not _same(size, known.setdefault(letter, size)):
                     return False
         return self._serves(known["t"])
 
     def _serves(self, length: Any) -> bool:
         if isinstance(length, torch.SymInt):
             # A symbolic size is at least 2, or it would have been a number.
-            return self.only is None and self.step == 1 and self.shortest <= 2
+            return self.only is None and self.step == 1 and self.shortest <= 2 and length.node.hint is not None
         if self.only is not None:
             return bool(length == self.only)
         return bool(length >= self.shortest and length % self.step == 0)
@@ -152,15 +153,11 @@ class Form:
         return replace(self, scale=scale)
 
 
-def _times(size: Any, repeat: int) -> Any:
-    return size * repeat if repeat != 1 else size
-
-
 def _same(left: Any, right: Any) -> bool:
-    """Whether two sizes are one number, or one expression; never a guard."""
-    if isinstance(left, torch.SymInt) or isinstance(right, torch.SymInt):
-        return str(left) == str(right)
-    return hint(left) == hint(right)
+    """Whether two sizes are one; a guard is added only where they are, as hints tell."""
+    if any(isinstance(size, torch.SymInt) and size.node.hint is None for size in (left, right)):
+        return left is right
+    return left is right or (hint(left) == hint(right) and bool(left == right))
 
 
 def _with_tuples(part: Mapping[str, Any]) -> dict[str, Any]:

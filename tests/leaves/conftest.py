@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from k31compile.leaves import known
 from k31compile.leaves.known import KNOWN
 from k31compile.report import clear_reports
 
@@ -15,7 +16,7 @@ from k31compile.report import clear_reports
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
     """No graph, no report and no knowledge of an earlier test."""
-    monkeypatch.setenv("K31_CACHE_DIR", str(tmp_path / "store"))
+    monkeypatch.setattr(known, "_folder", lambda: tmp_path / "functions")  # kernels stay where they are built
     torch._dynamo.reset()
     clear_reports()
     KNOWN.forget()
