@@ -21,6 +21,7 @@ from k31compile.leaves.source import Source
 FIRST_LENGTH = 5
 LONGEST = 1024
 """A whole number above this, in a function or its arguments, is a length that no confirmation would reach."""
+_NO_LENGTH = 1e8
 _STEPS = (16, 32, 64, 128, 256)
 _SIZES = ((2, 3), (1, 2), (3, 1), (2, 4))
 _HEADS = 64
@@ -41,33 +42,31 @@ def confirm_call(call: Call, source: Source, chunked: bool | None = None) -> For
         Unfit: the call, or the function, cannot be a leaf.
         Denied: it computes something else; the reason has numbers.
     """
-    beyond = [n for n in (*source.integers, *_integers(call)) if LONGEST < abs(n) < 1 << 31]
-    if beyond:
-        raise Unfit(f"it holds the number {beyond[0]}, and lengths beyond {LONGEST} are not tried")
+    largest = max(_numbers(call, source), default=0)
+    if largest > LONGEST:
+        raise Unfit(f"it holds the number {largest}, and lengths beyond {LONGEST} are not tried")
     with alone():
         return _Trial(call, source, chunked).confirmed()
 
 
-def recheck(form: Form, call: Call) -> None:
-    """Run a remembered form once against the function.
-
-    Raises:
-        Unfit: they differ, whatever was remembered.
-    """
+def agrees(form: Form, call: Call) -> bool:
+    """Whether a remembered form agrees with the function on one sample: a file is not believed unseen."""
     with alone():
-        repeat = max(operand.repeat for operand in form.operands.values())
-        reading = CalledReading(form, call).at(2, form.only or form.step if form.step > 1 else FIRST_LENGTH, 2 * repeat)
         try:
+            repeat = max(operand.repeat for operand in form.operands.values())
+            length = form.only or (form.step if form.step > 1 else FIRST_LENGTH)
+            reading = CalledReading(form, call).at(2, length, 2 * repeat)
             sample = reading.sample(torch.Generator().manual_seed(29), 1)
             reading.judge(sample, reading.run(sample, {}, 1))
-        except Unfit:
-            raise
-        except Exception as error:
-            raise Unfit(f"it is not what an earlier process remembers: {first_line(error)}") from None
+        except Exception:
+            return False
+    return True
 
 
-def _integers(call: Call) -> list[int]:
-    return [value for value in call.constants.values() if type(value) is int]
+def _numbers(call: Call, source: Source) -> list[int]:
+    """The numbers at which the function may behave otherwise, were they compared with a length."""
+    numbers = [*source.integers, *source.floats, *call.constants.values()]
+    return sorted({math.floor(n) for n in numbers if type(n) in (int, float) and 4 < n < _NO_LENGTH})
 
 
 class _Trial:
@@ -97,7 +96,7 @@ class _Trial:
         """Of which number lengths must be multiples for the function to run at all; 0 for calls of one token only."""
         if forms[0].operands["value"].layout.dims[1] is None:
             return 0
-        constants = {n for n in (*self.source.integers, *_integers(self.call)) if 4 < n <= LONGEST}
+        constants = _numbers(self.call, self.source)
         reason = ""
         for step in (1, *sorted({*_STEPS, *constants})):
             for form in forms[:2]:
@@ -197,7 +196,7 @@ class _Trial:
         """Lengths on both sides of every number at which behaviour may change; whole chunks if it takes only those."""
         if form.only is not None:
             return [form.only] * len(_SIZES)
-        numbers = sorted({n for n in (*self.source.integers, *_integers(self.call)) if 4 < n <= LONGEST})
+        numbers = _numbers(self.call, self.source)
         if form.step > 1:
             around = [form.step * math.ceil(n / form.step) + form.step for n in numbers]
             return list(dict.fromkeys([form.step, 3 * form.step, 2 * form.step, *around]))

@@ -13,11 +13,11 @@ from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.call import Call
 from k31compile.leaves.candidates import declare
 from k31compile.leaves.confirm import Denied, confirm_call
+from k31compile.leaves.form import OPERATORS
 from k31compile.leaves.globals import line_of
 from k31compile.leaves.hypotheses import USUAL_NAMES
 from k31compile.leaves.source import Source, examine
 
-DECLARABLE = ("gated_delta_chunk", "gated_delta_recurrent", "kda_chunk", "kda_recurrent")
 _SIZES = {"b": 2, "t": 23, "h": 3, "k": 7, "v": 11}
 _PRESETS: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("scale", "sm_scale", "scaling"), _SIZES["k"] ** -0.5),
@@ -42,8 +42,8 @@ def equivalent(fn: Callable[..., Any], name: str) -> None:
             changes its arguments, reads what may change, or draws random numbers.
 
     """
-    if name not in DECLARABLE:
-        raise UsageError(f"a function cannot be declared as {name!r}", hint=f"declarable: {', '.join(DECLARABLE)}")
+    if name not in OPERATORS:
+        raise UsageError(f"a function cannot be declared as {name!r}", hint=f"declarable: {', '.join(OPERATORS)}")
     title, where = getattr(fn, "__qualname__", repr(fn)), line_of(fn)
     try:
         source = examine(fn)

@@ -16,7 +16,7 @@ from k31compile.passes.recognise.delta_reading import DeltaOperands
 from k31compile.passes.recognise.operands import Dense, Values
 
 ROLES = ("query", "key", "value", "gate", "beta", "state")
-CHUNKED, STEPPED = "chunk", "recurrent"
+OPERATORS = ("gated_delta_chunk", "gated_delta_recurrent", "kda_chunk", "kda_recurrent")
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class Form:
         values["evidence"] = Evidence(**_with_tuples(values["evidence"]))
         form = Form(**values)
         roles = set(form.operands)
-        if roles not in (set(ROLES), set(ROLES) - {"state"}):
-            raise ValueError(f"operands {sorted(roles)}")
+        if roles not in (set(ROLES), set(ROLES) - {"state"}) or form.operator not in OPERATORS:
+            raise ValueError(f"{form.operator} of {sorted(roles)}")
         return form
 
     def with_scale(self, scale: float) -> Form:

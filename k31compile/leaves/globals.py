@@ -45,11 +45,6 @@ _BUILTINS = frozenset(
         "sum",
         "tuple",
         "zip",
-        "NotImplementedError",
-        "RuntimeError",
-        "TypeError",
-        "ValueError",
-        "AssertionError",
     ]
 )
 _PLAIN = (int, float, complex, bool, str, bytes, types.NoneType, types.EllipsisType)
@@ -86,7 +81,8 @@ def look_up(function: types.FunctionType, path: tuple[str, ...]) -> Found | None
     name, *rest = path
     where = place_of(function)
     if name not in function.__globals__:
-        if name in _BUILTINS:
+        builtin = getattr(builtins, name, None)
+        if name in _BUILTINS or (isinstance(builtin, type) and issubclass(builtin, BaseException)):
             return None
         kind = "the builtin" if hasattr(builtins, name) else "the undefined name"
         raise Unfit(f"{where} uses {kind} {name}")

@@ -20,6 +20,7 @@ from torch._dynamo import convert_frame, trace_rules
 from torch._dynamo.variables import UserFunctionVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._subclasses.fake_tensor import FakeTensor
 
 from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.call import Call
@@ -166,6 +167,8 @@ def _seen(candidate: Candidate, args: tuple[Any, ...], kwargs: Mapping[str, Any]
             )
         proxy = argument.as_proxy()
         example = proxy.node.meta["example_value"]
+        if not isinstance(example, FakeTensor):
+            raise Unfit(f"an argument is a {type(example).__name__}")
         proxies.append((example, proxy))
         return example
 

@@ -9,11 +9,11 @@ from torch import fx
 
 from k31compile.graph.source import frames_of
 from k31compile.leaves.bytecode import Unfit
+from k31compile.leaves.form import OPERATORS
 from k31compile.leaves.hook import Session
 from k31compile.leaves.known import KNOWN
 from k31compile.leaves.source import examine
 
-OPERATORS = ("kda_chunk", "kda_recurrent", "gated_delta_chunk", "gated_delta_recurrent")
 _FEWEST_PARAMETERS = 5
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.call import Call
 from k31compile.leaves.candidates import Candidate
-from k31compile.leaves.confirm import Denied, confirm_call, recheck
+from k31compile.leaves.confirm import Denied, agrees, confirm_call
 from k31compile.leaves.form import Form
 from k31compile.leaves.known import KNOWN
 
-_checked: set[int] = set()
+log = logging.getLogger("k31compile")
+
+_checked: list[Form] = []
 
 
 def form_of(candidate: Candidate, call: Call, stored: bool) -> Form:
@@ -22,12 +26,15 @@ def form_of(candidate: Candidate, call: Call, stored: bool) -> Form:
     assert source is not None
     known = KNOWN.of(source, stored)
     key = call.key()
-    for form in known.forms.get(key, ()):
+    for form in list(known.forms.get(key, ())):
         if form.fits(call):
-            if id(form) not in _checked:
-                recheck(form, call)
-                _checked.add(id(form))
-            return form
+            if form in _checked or agrees(form, call):
+                _checked.append(form)
+                return form
+            log.warning(
+                "%s is not what an earlier process remembers, and is confirmed anew", source.functions[0].__name__
+            )
+            known.forms[key].remove(form)
     sizes = f"{key} {[str(tensor.shape[-1]) for tensor in call.tensors.values() if tensor.dim()]}"
     if sizes in known.refused:
         raise Unfit(known.refused[sizes])
@@ -40,7 +47,7 @@ def form_of(candidate: Candidate, call: Call, stored: bool) -> Form:
             KNOWN.keep(source)
         raise Unfit(str(refusal)) from None
     known.forms.setdefault(key, []).append(form)
-    _checked.add(id(form))
+    _checked.append(form)
     if stored:
         KNOWN.keep(source)
     if not form.fits(call):

@@ -110,6 +110,10 @@ def long_lengths_differ(q, k, v, g, beta, initial_state):
     return kda_recurrent(q, k, v, g if q.shape[1] < 5000 else g * 2, beta, initial_state)
 
 
+def long_lengths_differ_by_a_float(q, k, v, g, beta, initial_state):
+    return kda_recurrent(q, k, v, g if q.shape[1] < 5e3 else g * 2, beta, initial_state)
+
+
 def writes_its_state(q, k, v, g, beta, initial_state):
     out, state = kda_recurrent(q, k, v, g, beta, initial_state)
     return out, initial_state.copy_(state)

@@ -132,6 +132,7 @@ def test_what_is_close_is_denied_with_numbers(function, dtype):
         (functions.changeable_default, "the default of factors .* is a list"),
         (functions.enclosing(2.0), "reads factor, a variable of the function around it"),
         (functions.long_lengths_differ, "holds the number 5000"),
+        (functions.long_lengths_differ_by_a_float, "holds the number 5000"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

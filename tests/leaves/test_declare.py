@@ -65,7 +65,11 @@ def test_a_declared_function_is_a_leaf_of_the_next_compile():
 @pytest.mark.parametrize(
     ("function", "name", "words"),
     [
-        (functions.predicts_before_decay, "kda_recurrent", r"differs from .* by \d\.\de[-+]\d\d of its size in sample \d"),
+        (
+            functions.predicts_before_decay,
+            "kda_recurrent",
+            r"differs from .* by \d\.\de[-+]\d\d of its size in sample \d",
+        ),
         (functions.forgets_after_48, "kda_recurrent", r"differs .* in sample \d+ \(B=\d, T=\d+, H=\d, K=7, V=11\)"),
         (functions.kda_recurrent, "gated_delta_recurrent", r"not gated_delta_recurrent"),
         (functions.writes_its_state, "kda_recurrent", "writes into its argument initial_state"),
@@ -84,5 +88,7 @@ def test_what_is_not_is_refused(function, name, words):
 
 
 def test_a_name_that_cannot_be_declared_lists_those_that_can():
-    with pytest.raises(UsageError, match="declarable: gated_delta_chunk, gated_delta_recurrent, kda_chunk, kda_recurrent"):
+    with pytest.raises(
+        UsageError, match="declarable: gated_delta_chunk, gated_delta_recurrent, kda_chunk, kda_recurrent"
+    ):
         k31compile.equivalent(functions.kda_chunk, "softmax")

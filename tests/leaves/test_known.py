@@ -62,7 +62,9 @@ def in_a_new_process(folder, length, half=0.5, helper="x * HALF", **options):
     )
     root = str(Path(k31compile.__file__).parents[1])
     environment = {**os.environ, "K31_CACHE_DIR": str(folder), "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return (*json.loads(done.stdout.splitlines()[-1]), done.stderr)
 
@@ -137,10 +139,9 @@ def test_a_well_formed_lie_is_found_by_running_once(caplog):
     KNOWN.keep(source)
     KNOWN.forget()
     report = compiled_once()
-    assert report.leaves == []
-    assert report.fused == {"kda_recurrent": 1}  # the graph shows it, too
-    assert "not what an earlier process remembers" in str(report.refused[0])
-    assert path.exists()
+    assert report.leaves[0]["samples"] >= 16
+    assert "kda_recurrent is not what an earlier process remembers, and is confirmed anew" in caplog.text
+    assert '"scale": 1.0' in path.read_text()
 
 
 def test_the_digest_is_of_what_a_function_does_and_not_of_where_it_stands():
