@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from k31compile.check import check as check
     from k31compile.entry import Entry as Entry
     from k31compile.explain import explain as explain
+    from k31compile.leaves.declare import equivalent as equivalent
     from k31compile.options import Options as Options
     from k31compile.report import Report as Report
     from k31compile.report import last_report as last_report
@@ -30,6 +31,7 @@ _HOMES = {
     "compile": "k31compile.backend",
     "explain": "k31compile.explain",
     "check": "k31compile.check",
+    "equivalent": "k31compile.leaves.declare",
     "Options": "k31compile.options",
     "Entry": "k31compile.entry",
     "Report": "k31compile.report",
@@ -59,16 +61,6 @@ def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
         "loading artefacts is not built yet",
         where=os.fspath(path),
         hint="use torch.compile(model, backend='k31')",
-    )
-
-
-def equivalent(fn: Callable[..., Any], name: str) -> None:
-    """Declare that a function computes a known operator; this version cannot confirm it yet and refuses."""
-    from k31compile.errors import NotBuiltYetError
-
-    where = getattr(fn, "__qualname__", repr(fn))
-    raise NotBuiltYetError(
-        f"declaring a function as {name!r} is not built yet", where=where, hint="the model runs without it"
     )
 
 

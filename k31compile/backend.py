@@ -1,5 +1,6 @@
 """`torch.compile(model, backend="k31")`: trace, passes, target, report. Found by entry point, no import needed."""
 
+import functools
 import logging
 import platform
 import time
@@ -17,6 +18,10 @@ from k31compile.contract.compare import hold_to_contract
 from k31compile.errors import K31Error, OptionError, StrictError
 from k31compile.graph.named_regions import read_regions
 from k31compile.graph.trace import trace_functional
+from k31compile.leaves.hook import current, install
+from k31compile.leaves.leaf import as_written, leaf_calls
+from k31compile.leaves.learn import learn
+from k31compile.loops import take_notes
 from k31compile.nested import body_inputs, body_of, marked, nested_calls, repeated_layers
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
@@ -46,7 +51,8 @@ def k31(
         StrictError: under `strict=True`, where the report would only tell.
     """
     chosen = _options(mode, options, unknown)
-    report = Report(versions={"torch": torch.__version__, "python": platform.python_version()})
+    said = take_notes()
+    report = Report(versions={"torch": torch.__version__, "python": platform.python_version()}, notes=list(said))
     try:
         compiled = _compile(module, example_inputs, chosen, report)
     finally:
@@ -54,7 +60,8 @@ def k31(
     if not report.fused:
         log.warning(report.headline())
     for note in report.notes:
-        log.warning(note)
+        if note not in said:
+            log.warning(note)
     return compiled
 
 
@@ -87,6 +94,7 @@ def _options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mappi
 
 
 def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> Compiled:
+    _tell_of_leaves(module, report)
     foreign = _why_not_ours(example_inputs, options)
     if foreign:
         return _hand_over(module, example_inputs, options, report, foreign)
@@ -101,6 +109,9 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     except K31Error as error:
         return _hand_over(module, example_inputs, options, report, str(error))
     report.nodes_after = _count_nodes(rewritten)
+    session = current()
+    if session is not None:
+        report.learned = learn(rewritten, session)
     report.regions = _regions(rewritten)
     report.fused, report.contains = dict(count_fused(rewritten)), dict(count_contained(rewritten))
     report.providers = providers(report.fused) | {region["name"]: _AS_WRITTEN for region in report.regions}
@@ -111,6 +122,20 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     report.phases["codegen"] = time.perf_counter() - start
     report.cache["why"] = "kept by Inductor's own caches" if options.cache else "cache=False"
     return compiled
+
+
+def _tell_of_leaves(module: fx.GraphModule, report: Report) -> None:
+    """Put into the report which functions were kept whole, by how many calls, and which candidates were not."""
+    counts: Counter[int] = Counter()
+    found: dict[int, dict[str, Any]] = {}
+    for _, leaf in leaf_calls(module):
+        key = hash((leaf.call.function, leaf.form.operator, leaf.call.key()))
+        counts[key] += 1
+        found.setdefault(key, leaf.to_dict())
+    report.leaves = [{**entry, "calls": counts[key]} for key, entry in found.items()]
+    session = current()
+    if session is not None:
+        report.refused.extend(session.refused.values())
 
 
 def _why_not_ours(example_inputs: Sequence[Any], options: Options) -> str:
@@ -133,6 +158,8 @@ def _hand_over(
     if options.strict:
         raise StrictError(why)
     report.notes.append(why)
+    as_written(module)
+    report.leaves = []
     hold_to_contract(report, options)
     if options.codegen == "ops":
         return module.forward
@@ -180,3 +207,24 @@ def _regions(module: fx.GraphModule, calls: int = 1) -> list[dict[str, Any]]:
 
 def _add(report: Report, phase: str, seconds: float) -> None:
     report.phases[phase] = report.phases.get(phase, 0.0) + seconds
+
+
+def _options_of(compiler: Any) -> Mapping[str, Any] | None:
+    """The options that Dynamo's compiler of a frame hands to `k31`; None for the compiler of another backend."""
+    options: Mapping[str, Any] = {}
+    while True:
+        if compiler is k31:
+            return options
+        if isinstance(compiler, functools.partial):
+            options = compiler.keywords.get("options") or options
+            compiler = compiler.func
+        elif hasattr(compiler, "_torchdynamo_orig_backend"):
+            compiler = compiler._torchdynamo_orig_backend
+        elif hasattr(compiler, "compiler_fn"):
+            options = getattr(compiler, "kwargs", {}).get("options") or options
+            compiler = compiler.compiler_fn
+        else:
+            return None
+
+
+install(_options_of)

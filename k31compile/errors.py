@@ -137,6 +137,13 @@ class DocumentError(K31Error):
     default_hint = "compile it with codegen='inductor'"
 
 
+class EquivalenceError(K31Error):
+    """A function that was declared to be an operator and does not compute it, or cannot be looked into."""
+
+    code = "K31-0208"
+    default_hint = "nothing was declared; the function runs as it is written"
+
+
 class OperatorError(K31Error):
     """A k31 operator that was called with tensors which it does not take."""
 

@@ -55,7 +55,7 @@ def node_budget(count: int) -> Iterator[None]:
 
 
 def take_notes() -> list[str]:
-    """What was stopped since the last call, each a sentence for a report."""
+    """What was stopped since the last call, each a sentence for a report; it was logged when it happened."""
     notes = list(_untold)
     _untold.clear()
     return notes

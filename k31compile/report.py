@@ -99,6 +99,8 @@ class Report:
             operator); else empty.
         regions: per named region: name, where, layer, calls, inputs, outputs, edges between its parts, and parts:
             name, kind, nodes, inputs, weight_bytes.
+        leaves: per function that was kept whole: function, where, operator, why, calls, samples, lengths, worst_error.
+        learned: functions that a region came out of, candidates from the next compile on.
 
     """
 
@@ -123,6 +125,8 @@ class Report:
     memory: dict[str, Any] = field(default_factory=_no_memory)
     tier: str = ""
     regions: list[dict[str, Any]] = field(default_factory=list)
+    leaves: list[dict[str, Any]] = field(default_factory=list)
+    learned: list[str] = field(default_factory=list)
 
     @staticmethod
     def merge(reports: Iterable[Report]) -> Report:
@@ -152,6 +156,8 @@ class Report:
         self.notes = _once([*self.notes, *part.notes])
         self.confirmations = _once([*self.confirmations, *part.confirmations])
         self.regions = [*self.regions, *part.regions]
+        self.leaves = _once([*self.leaves, *part.leaves])
+        self.learned = _once([*self.learned, *part.learned])
         self.passes = _merged_passes([*self.passes, *part.passes])
         self.schedule = _merged_schedule(self.schedule, part.schedule)
         self.lines = part.lines | self.lines

@@ -29,6 +29,8 @@ def show(report: Report, console: Console) -> None:
         console.print(f"[yellow]{label}[/] {escape(str(refusal))}", soft_wrap=True)
     for note in report.notes:
         console.print(f"[cyan]note[/] {escape(note)}", soft_wrap=True)
+    for leaf in report.leaves:
+        console.print(f"[dim]{escape(kept(leaf))}[/]", soft_wrap=True)
     for confirmation in report.confirmations:
         console.print(f"[dim]{escape(confirmed(confirmation))}[/]", soft_wrap=True)
     console.print(escape(_summary(report)), soft_wrap=True, highlight=False)
@@ -74,6 +76,17 @@ def in_parts(region: dict[str, Any]) -> str:
             chain.append(following[1])
         chains.append(chain)
     return "; ".join(" -> ".join(chain) for chain in chains)
+
+
+def kept(leaf: dict[str, Any]) -> str:
+    """Say which function was kept whole, as what, and on what evidence."""
+    calls = "1 call" if leaf["calls"] == 1 else f"{leaf['calls']} calls"
+    lengths = ", ".join(map(str, leaf["lengths"]))
+    return (
+        f"{leaf['operator']}: the function {leaf['function']} ({leaf['where']}), {leaf['why']}, {calls}: "
+        f"{leaf['text']} "
+        f"(lengths {lengths}, worst error {leaf['worst_error']:.1e})"
+    )
 
 
 def _fusion_table(report: Report) -> Table:

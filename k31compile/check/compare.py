@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from k31compile.check.distance import relative_error
-from k31compile.check.interpret import Gold, Recorder, mutated, own_inputs, raised
+from k31compile.check.interpret import Gold, Recorder, mutated, own_inputs
 from k31compile.check.operators import operator_stages
 from k31compile.check.places import place_of
 from k31compile.check.result import Stage, judged
 from k31compile.check.selections import as_choice, pair, selection_stages
+from k31compile.graph.evaluate import raised
 from k31compile.options import Options
 from k31compile.passes.pipeline import copy_module
 from k31compile.targets.cpu import compile_for_cpu

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from k31compile.graph.evaluate import raised
 
 ATEN = torch.ops.aten
 CHOICES = {ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable, ATEN.argsort.default, ATEN.argsort.stable}
@@ -87,19 +88,6 @@ def _dim_of(target: Any, args: Any, kwargs: Any) -> int:
     if "dim" in kwargs or at is None:
         return int(kwargs.get("dim", -1))
     return int(args[at]) if len(args) > at else -1
-
-
-def raised(value: Any) -> Any:
-    """Every floating tensor and dtype in a nest of arguments as float64."""
-    return pytree.tree_map(_raise, value)
-
-
-def _raise(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(torch.float64) if value.is_floating_point() else value
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
-    return value
 
 
 def mutated(module: fx.GraphModule) -> dict[str, str]:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from k31compile.check.distance import filled_up, overlap, regret, relative_error
-from k31compile.check.interpret import Call, raised
+from k31compile.check.interpret import Call
 from k31compile.check.places import place_of
 from k31compile.check.result import Stage, judged
 from k31compile.check.selections import INDEXER
+from k31compile.graph.evaluate import raised
 from k31compile.kernels import OPERATORS, paging
 from k31compile.kernels.visibility import masked_out, visible_lengths
 

@@ -18,7 +18,7 @@ def run_in_float64(region: Region, leaves: Mapping[fx.Node, torch.Tensor], subst
 
     Casts and dtype arguments become float64 too: the run shows the algebra, not the rounding.
     """
-    with _float64_by_default():
+    with float64_by_default():
         return _run(region, leaves, substitution, _raise)
 
 
@@ -47,7 +47,7 @@ def _run(
 
 
 @contextmanager
-def _float64_by_default() -> Iterator[None]:
+def float64_by_default() -> Iterator[None]:
     """Factories and quotients of integers give the default type: it must not bring float32's rounding in."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -126,8 +126,19 @@ def _grouped_product(
 _RULES: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_product}
 
 
+def raised(value: Any) -> Any:
+    """Every floating tensor and dtype in a nest of arguments as float64."""
+    if isinstance(value, torch.Tensor | torch.dtype):
+        return _raise(value)
+    if isinstance(value, dict):
+        return {key: raised(part) for key, part in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)([raised(part) for part in value])
+    return value
+
+
 def _as_float64(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.float64) if value.dtype.is_floating_point else value
+    return value.to(torch.float64) if value.dtype.is_floating_point and value.dtype != torch.float64 else value
 
 
 def _shrink(argument: Any, substitution: Substitution) -> Any:

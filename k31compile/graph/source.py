@@ -7,9 +7,15 @@ from torch import fx
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
+def frames_of(node: fx.Node) -> list[tuple[str, int, str]]:
+    """File, line and function of the user's frames that made `node`, the innermost last."""
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return [(file, int(line), function) for file, line, function in found]
+
+
 def source_line(node: fx.Node) -> str:
     """`file.py:line` of the innermost user frame that made `node`, or the node's name where nothing is known."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = frames_of(node)
     if not frames:
         return f"node {node.name}"
     file, line, _ = frames[-1]

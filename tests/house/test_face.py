@@ -34,5 +34,3 @@ def test_a_function_is_not_hidden_by_the_module_behind_it(monkeypatch: pytest.Mo
 def test_what_is_not_built_is_refused_as_such() -> None:
     with pytest.raises(NotBuiltYetError, match=r"K31-0102: loading artefacts is not built yet \(a\.k31\); use "):
         k31compile.load("a.k31")
-    with pytest.raises(NotBuiltYetError, match="kda_chunk"):
-        k31compile.equivalent(len, "kda_chunk")

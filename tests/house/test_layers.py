@@ -18,6 +18,7 @@ LAYERS = [
     {"targets"},
     {"cache"},
     {"loops"},  # watches Dynamo and knows nothing of ours
+    {"leaves"},
     {"backend", "contract", "entry", "explain", "check", "nested"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},

@@ -1,0 +1,145 @@
+"""What a global of a function is: a helper to look into, a library to trust, a constant, or a reason to refuse."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.metadata
+import types
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from k31compile.leaves.bytecode import Unfit
+
+TRUSTED = ("torch", "math", "einops")
+"""Libraries whose functions are taken as they are; their versions are part of a digest."""
+
+_BUILTINS = frozenset(
+    [
+        "abs",
+        "all",
+        "any",
+        "bool",
+        "complex",
+        "divmod",
+        "enumerate",
+        "filter",
+        "float",
+        "int",
+        "isinstance",
+        "len",
+        "list",
+        "dict",
+        "map",
+        "max",
+        "min",
+        "pow",
+        "range",
+        "reversed",
+        "round",
+        "set",
+        "slice",
+        "sorted",
+        "str",
+        "sum",
+        "tuple",
+        "zip",
+    ]
+)
+_PLAIN = (int, float, complex, bool, str, bytes, types.NoneType, types.EllipsisType)
+_TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+# No instance of a library's class: a module or a partial function holds what may change.
+_LIBRARY_KINDS = (types.FunctionType, types.BuiltinFunctionType, type)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a path of names leads to: its value, as many names as lead there, and a text for the digest."""
+
+    kind: Literal["helper", "library", "constant"]
+    path: tuple[str, ...]
+    value: Any
+    text: str
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value can never change: a number, a word, a dtype, or a tuple of such."""
+    if isinstance(value, tuple):
+        return all(is_constant(part) for part in value)
+    return type(value) in _PLAIN or isinstance(value, _TORCH_PLAIN)
+
+
+def look_up(function: types.FunctionType, path: tuple[str, ...]) -> Found | None:
+    """What the function reads by this path of names; None for a harmless builtin.
+
+    Raises:
+        Unfit: the value may change, or is of a kind that nobody can look into.
+    """
+    name, *rest = path
+    where = place_of(function)
+    if name not in function.__globals__:
+        builtin = getattr(builtins, name, None)
+        if name in _BUILTINS or (isinstance(builtin, type) and issubclass(builtin, BaseException)):
+            return None
+        kind = "the builtin" if hasattr(builtins, name) else "the undefined name"
+        raise Unfit(f"{where} uses {kind} {name}")
+    taken: tuple[str, ...] = (name,)
+    value = function.__globals__[name]
+    while isinstance(value, types.ModuleType) and not is_trusted(value.__name__):
+        if not rest:
+            raise Unfit(f"{where} uses the module {name} as a value")
+        value, taken = getattr(value, rest[0], None), (*taken, rest.pop(0))
+    return _judged(value, taken, rest, where)
+
+
+def _judged(value: Any, path: tuple[str, ...], rest: list[str], where: str) -> Found:
+    text = ".".join(path)
+    if isinstance(value, types.ModuleType):
+        return Found("library", path, value, f"{value.__name__}.{'.'.join(rest)} {_version(value.__name__)}")
+    if isinstance(value, _LIBRARY_KINDS) and is_trusted(_home(value)):
+        return Found("library", path, value, f"{_home(value)}.{value.__qualname__} {_version(_home(value))}")
+    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return Found("library", path, value, str(value))
+    if is_constant(value):
+        return Found("constant", path, value, f"{type(value).__name__} {value!r}")
+    if isinstance(value, types.FunctionType):
+        if rest:
+            raise Unfit(f"{where} reads {rest[0]}, an attribute of the function {text} that may change")
+        return Found("helper", path, value, text)
+    kind = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise Unfit(f"{where} reads the global {text}, {kind} that may change")
+
+
+def place_of(function: types.FunctionType) -> str:
+    """`name (file.py:line)` of a function, for a reason."""
+    return f"{function.__name__} ({line_of(function)})"
+
+
+def line_of(function: Any) -> str:
+    """`folder/file.py:line` of a function, or nothing where there is no code to point at."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f"{'/'.join(code.co_filename.replace(chr(92), '/').split('/')[-2:])}:{code.co_firstlineno}"
+
+
+def _home(value: Any) -> str:
+    """The module of a function or class; many of torch's builtins name only the class that they are bound to."""
+    bound_to = getattr(value, "__self__", None)
+    return str(value.__module__ or getattr(bound_to, "__module__", None) or getattr(bound_to, "__name__", ""))
+
+
+def is_trusted(module: str) -> bool:
+    """Whether a module is part of a library that is taken as it is."""
+    return module.split(".")[0] in TRUSTED
+
+
+def _version(module: str) -> str:
+    name = module.split(".")[0]
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
