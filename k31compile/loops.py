@@ -22,7 +22,7 @@ log = logging.getLogger("k31compile")
 MOST_LAYERS = 128
 """A loop that goes round no more often than this may be one over layers, and may be as large as it likes."""
 
-_stopped: dict[CodeType, str] = {}
+_stopped: dict[tuple[CodeType, int], str] = {}
 _untold: list[str] = []
 
 
@@ -70,27 +70,27 @@ def _count(translator: Any, frames: dict[Any, _Frame], budget: int) -> None:
         # A call that makes many nodes stands at one place; only in the innermost frame is that place a round.
         frame.rounds += pointer < frame.pointer or (innermost and pointer == frame.pointer)
         frame.pointer = pointer
-        known = translator.f_code in _stopped and frame.rounds > 1
-        if known or (frame.nodes > budget and frame.rounds > MOST_LAYERS):
+        if frame.nodes > budget and frame.rounds > MOST_LAYERS:
             _stop(translator, budget)
         translator, innermost = translator.parent, False
 
 
 def _stop(translator: Any, budget: int) -> None:
     code: CodeType = translator.f_code
-    if code not in _stopped:
+    key = (code, budget)
+    if key not in _stopped:
         where = f"{code.co_filename}:{_line_of_loop(translator)}"
-        _stopped[code] = (
+        _stopped[key] = (
             f"the loop at {where} in {code.co_qualname} makes more than {budget} graph nodes when it is unrolled, so "
             "it runs as Python and what it calls is compiled by itself: write it over chunks or for the whole "
             "sequence, keep it in a function of its own, or raise option node_budget"
         )
-        _untold.append(_stopped[code])
-        log.warning(_stopped[code])
+        _untold.append(_stopped[key])
+        log.warning(_stopped[key])
     unimplemented(
         gb_type="k31: unrolled loop past the node budget",
         context=code.co_qualname,
-        explanation=_stopped[code],
+        explanation=_stopped[key],
         hints=[],
     )
 

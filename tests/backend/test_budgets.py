@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 from running import relative_error
+from test_bug_rows import squared_inverse
 
 import k31compile
-from k31compile.model.delta_rule import kda_chunk
 
 H, K, V = 2, 4, 6
 
@@ -54,9 +54,10 @@ def test_a_loop_past_its_budget_runs_as_python_and_the_rest_is_compiled(caplog):
     reports = k31compile.reports()
     assert sum(said in note for report in reports for note in report.notes) == 1
     assert "option node_budget" in caplog.text
-    # before the loop, one step that all tokens share, behind the loop
-    assert len(reports) == 3
-    assert [report.fused.get("kda_recurrent", 0) for report in reports].count(1) == 1
+    # before the loop, one step that all tokens share (the first state lies otherwise in memory), behind the loop
+    first, *steps, last = [report.fused.get("kda_recurrent", 0) for report in reports]
+    assert (first, last) == (0, 0)
+    assert steps in ([1], [1, 1])
 
 
 def test_within_the_budget_it_is_one_graph():
@@ -85,23 +86,20 @@ def test_many_layers_are_no_loop_over_tokens():
     assert not report.notes
 
 
-def chunked(q, k, v, g, beta, state):
-    return kda_chunk(q, k, v, -g.abs(), beta.sigmoid(), state)
-
-
 def test_a_confirmation_keeps_to_its_bytes_and_the_refusal_names_the_option():
-    arguments = (*operands(40), torch.zeros(1, H, K, V))
+    q, k, v, g, beta = operands(64)
+    arguments = (q, k, v, -g.abs(), beta.sigmoid(), torch.zeros(1, H, K, V))
     with torch.no_grad():
-        want = chunked(*arguments)
-        got = compiled(chunked, confirm_bytes=20_000, cache=False)(*arguments)
-    assert relative_error(got[0], want[0]) < 1e-5
+        want, _ = squared_inverse(*arguments)
+        got, _ = compiled(squared_inverse, confirm_bytes=20_000)(*arguments)
+    assert relative_error(got, want) < 1e-5
     report = k31compile.last_report()
     assert not report.fused
     (said,) = [refusal.reason for refusal in report.refused if "would take" in refusal.reason]
     assert "more than the 1.86e-05 GiB that option confirm_bytes allows" in said
     torch._dynamo.reset()
     with torch.no_grad():
-        compiled(chunked, cache=False)(*arguments)
+        compiled(squared_inverse)(*arguments)
     assert k31compile.last_report().fused == {"kda_chunk": 1}
 
 
