@@ -34,11 +34,16 @@ class MlaProlog(Prolog):
         key = [end_of_write(node) for node in _given(anchor.args[1], anchor.kwargs.get("key_rope"))]
         latent = set().union(*(nearest_products(flow, end) for end in key))
         nearest = set().union(*(nearest_products(flow, end) for end in query))
-        if not latent or not nearest:
-            if not latent and not nearest:
-                return None
-            part, which = ("q_up", "query") if latent else ("kv_down", "latent")
-            return Missing(part, f"nothing in this graph projects the attention's {which}")
+        if not nearest:
+            return Missing("q_up", "nothing in this graph projects the attention's query") if latent else None
+        if not latent:
+            # Absorbing a weight into a given query is no projection of it.
+            tokens = shape_of(query[0])[0] * shape_of(query[0])[1]
+            given = all(
+                _is_for_each_head(flow, [product], tokens) and not nearest_products(flow, activation_of(flow, product))
+                for product in nearest
+            )
+            return None if given else Missing("kv_down", "nothing in this graph projects the attention's latent")
         begin = {activation_of(flow, product) for product in latent}
         inner = {n for n in flow.between(begin, query) if is_product(flow, n)}
         if not inner & nearest:
