@@ -67,13 +67,27 @@ def find_parts(flow: Dataflow, rule: fx.Node) -> Parts:
             raise Mismatch("its convolution has no SiLU")
         if conv.kwargs.get("actual_seq_lengths") is not None:
             raise Mismatch("its convolution counts valid tokens: a step with padding is left in parts")
+    if len({_kind_of(conv) for conv in convs}) > 1:
+        raise Mismatch("its convolutions differ in taps or dtypes, or not all of them have a state")
     norm = norm_below(flow, rule)
     if norm is None:
         raise Mismatch("no gated RMS norm that was fused reads its output")
     parts = Parts(rule, convs, norm)
     if parts.state in flow.constants:
         raise Mismatch("it begins without a state: it is no step of a decode")
+    if flow.constants.intersection(parts.given):
+        raise Mismatch("one of its operands is a constant of the graph")
     return parts
+
+
+def _kind_of(conv: fx.Node) -> tuple[object, ...]:
+    """What convolutions must have in common to be one: taps, dtypes of inputs and state."""
+    x, weight = conv.args[:2]
+    state = conv.kwargs.get("state")
+    assert isinstance(x, fx.Node)
+    assert isinstance(weight, fx.Node)
+    before = value_of(state).dtype if isinstance(state, fx.Node) else None
+    return shape_of(weight)[1], value_of(x).dtype, before
 
 
 _VECTORS = ("query", "key", "value")
