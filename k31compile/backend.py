@@ -12,11 +12,13 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 import k31compile.kernels  # noqa: F401  (registers the operators)
+from k31compile.contract.census import count_contained, count_fused, describe_graph
+from k31compile.contract.compare import hold_to_contract
 from k31compile.errors import K31Error, OptionError, StrictError
+from k31compile.graph.named_regions import read_regions
 from k31compile.graph.trace import trace_functional
 from k31compile.nested import body_inputs, body_of, marked, nested_calls, repeated_layers
-from k31compile.options import FUSIONS, Options
-from k31compile.passes.layout.static_top_k import is_static_top_k
+from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
 from k31compile.report import Report, record
 from k31compile.targets.cpu import compile_for_cpu, providers
@@ -24,6 +26,8 @@ from k31compile.targets.cpu import compile_for_cpu, providers
 log = logging.getLogger("k31compile")
 
 Compiled = Callable[..., Any]
+
+_AS_WRITTEN = {"provider": "as written", "why": "named in parts for a schedule, nothing is replaced"}
 
 
 def k31(
@@ -97,10 +101,13 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     except K31Error as error:
         return _hand_over(module, example_inputs, options, report, str(error))
     report.nodes_after = _count_nodes(rewritten)
-    report.fused = dict(_count_fused(rewritten))
-    report.providers = providers(report.fused)
+    report.regions = _regions(rewritten)
+    report.fused, report.contains = dict(count_fused(rewritten)), dict(count_contained(rewritten))
+    report.providers = providers(report.fused) | {region["name"]: _AS_WRITTEN for region in report.regions}
+    describe_graph(report, rewritten, example_inputs, with_memory=options.codegen == "ops" or options.lock is not None)
+    hold_to_contract(report, options)
     start = time.perf_counter()
-    compiled = compile_for_cpu(rewritten, example_inputs, options)
+    compiled = compile_for_cpu(rewritten, example_inputs, options, report)
     report.phases["codegen"] = time.perf_counter() - start
     report.cache["why"] = "kept by Inductor's own caches" if options.cache else "cache=False"
     return compiled
@@ -126,6 +133,7 @@ def _hand_over(
     if options.strict:
         raise StrictError(why)
     report.notes.append(why)
+    hold_to_contract(report, options)
     if options.codegen == "ops":
         return module.forward
     compiled: Any = compile_fx(module, list(example_inputs))
@@ -141,7 +149,6 @@ def _rewrite(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     add_to_report(report, stages)
     _add(report, "trace", middle - start)
     _add(report, "passes", end - middle)
-    rewritten.recompile()
     return rewritten
 
 
@@ -163,19 +170,12 @@ def _count_nodes(module: fx.GraphModule) -> int:
     return sum(len(child.graph.nodes) for child in module.modules() if isinstance(child, fx.GraphModule))
 
 
-def _count_fused(module: fx.GraphModule) -> Counter[str]:
-    """k31 operators by call site: a nested body counts once for each call."""
-    found: Counter[str] = Counter()
-    for node in module.graph.nodes:
-        target = str(node.target)
-        if target.startswith("k31."):
-            found[target.split(".")[1]] += 1
-        if is_static_top_k(node):
-            found["static_top_k"] += 1
-    for call in nested_calls(module):
-        body = getattr(module, body_of(module, call))
-        found.update(_count_fused(body))
-    return Counter({name: found[name] for name in (*FUSIONS, *found) if found[name]})
+def _regions(module: fx.GraphModule, calls: int = 1) -> list[dict[str, Any]]:
+    """The named regions of a graph, then those of its nested bodies with the number of their calls."""
+    found = [region.to_dict() | {"calls": calls} for region in read_regions(module.graph)]
+    for name, count in Counter(body_of(module, call) for call in nested_calls(module)).items():
+        found += _regions(getattr(module, name), calls * count)
+    return found
 
 
 def _add(report: Report, phase: str, seconds: float) -> None:

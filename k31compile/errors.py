@@ -130,6 +130,13 @@ class StrictError(K31Error):
     default_hint = "compile without strict to get a report of it instead"
 
 
+class DocumentError(K31Error):
+    """A graph that cannot be written down for another process, such as the one that builds it."""
+
+    code = "K31-0207"
+    default_hint = "compile it with codegen='inductor'"
+
+
 class OperatorError(K31Error):
     """A k31 operator that was called with tensors which it does not take."""
 
@@ -163,6 +170,21 @@ class CheckError(K31Error):
 
     code = "K31-0601"
     default_hint = "run `k31 check` with --json for the first stage that differs"
+
+
+class ContractError(K31Error):
+    """A fusion that a contract promises and a graph did not get, or more memory than it allows."""
+
+    code = "K31-0602"
+    default_hint = "repair what the reason names; after a change that was meant: k31 explain TARGET --lock F"
+
+
+class LockError(K31Error):
+    """A file of a fusion contract that is missing, damaged, of another format, or of another model."""
+
+    code = "K31-0603"
+    exit_code = 2
+    default_hint = "write one with: k31 explain TARGET --lock F"
 
 
 def all_errors() -> Iterator[type[K31Error]]:

@@ -19,7 +19,12 @@ _CALL = torch.ops.higher_order.invoke_subgraph
 
 def nested_calls(module: fx.GraphModule) -> list[fx.Node]:
     """The calls of nested regions in Dynamo's graph."""
-    return [node for node in module.graph.nodes if node.op == "call_function" and node.target is _CALL]
+    return [node for node in module.graph.nodes if is_nested_call(node)]
+
+
+def is_nested_call(node: fx.Node) -> bool:
+    """Whether the node calls a nested region."""
+    return node.op == "call_function" and node.target is _CALL
 
 
 def body_of(module: fx.GraphModule, call: fx.Node) -> str:

@@ -19,9 +19,12 @@ FUSIONS = (
     "gated_delta_recurrent",
     "gated_rms_norm",
     "grouped_experts",
+    "indexer_prolog",
     "kda_chunk",
     "kda_recurrent",
     "lightning_indexer",
+    "mega_kda",
+    "mla_prolog",
     "moe_gating_top_k",
     "short_conv",
     "sparse_flash_attention",
@@ -30,10 +33,7 @@ FUSIONS = (
 """The fusions that this version has."""
 
 PLANNED_FUSIONS = (
-    "indexer_prolog",
     "lightning_indexer_quant",
-    "mega_kda",
-    "mla_prolog",
     "mx_quant",
     "sparse_flash_attention_quant",
     "tile_quant",
@@ -50,7 +50,7 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "layout": (("auto", "nd"), ("nz",)),
     "streams": (("auto", 1), (2, 3, 4)),
     "super_kernel": ((True, False), ()),
-    "codegen": (("inductor", "ops"), ("tiered",)),
+    "codegen": (("inductor", "ops", "tiered"), ()),
     "strict": ((False, True), ()),
     "guards": (("safe",), ("modules", "none")),
 }
@@ -68,10 +68,13 @@ class Options:
         streams: "auto" or 1, how many streams a schedule may use.
         super_kernel: whether launch-bound regions may be merged on targets that can.
         cache: whether compiled graphs may be kept (True) or not (False).
-        codegen: "inductor" builds the code around our operators; "ops" runs it as it is, at once.
+        codegen: "inductor" builds the code around our operators; "ops" runs it as it is, at once; "tiered" runs it at
+            once while a child process builds it, and then as built.
         strict: raise where the report would otherwise only tell.
-        lock: path of a fusion contract.
+        lock: path of a fusion contract; a graph that gets less than it says is an error.
         guards: which guards a compiled function keeps.
+        confirm_bytes: what one confirmation may take, in bytes; a larger region is refused and the refusal says so.
+        node_budget: how many graph nodes one unrolled Python loop may make; past it the loop runs as Python.
 
     """
 
@@ -86,17 +89,27 @@ class Options:
     strict: bool = False
     lock: str | None = None
     guards: str = "safe"
+    confirm_bytes: int = 4 << 30
+    node_budget: int = 10_000
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fuse", _checked_fuse(self.fuse))
         for name, (built, planned) in _VALUES.items():
             _check_value(name, getattr(self, name), built, planned)
+        for name in ("confirm_bytes", "node_budget"):
+            count = getattr(self, name)
+            if type(count) is not int or count < 1:
+                raise OptionError(f"option {name!r} does not take {count!r}", hint="it takes a whole number from 1 on")
         if not isinstance(self.cache, bool):
             if not isinstance(self.cache, str | os.PathLike):
                 _bad_value("cache", self.cache, (True, False))
             _not_built("cache", self.cache, "True and False work today, a path or URL of a store does not")
+        if self.codegen == "tiered" and self.cache is False:
+            raise OptionError("option codegen='tiered' needs cache=True", hint="the child builds into Inductor's cache")
         if self.lock is not None:
-            _not_built("lock", self.lock, "the fusions of a graph are in its report")
+            if not isinstance(self.lock, str | os.PathLike) or not os.fspath(self.lock):
+                raise OptionError(f"option 'lock' does not take {self.lock!r}", hint="it takes the path of a contract")
+            object.__setattr__(self, "lock", os.fspath(self.lock))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None) -> Options:

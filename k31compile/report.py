@@ -24,6 +24,7 @@ class Refusal:
         where: file and line in the user's model.
         hint: what to change.
         near_miss: True when all conditions but one were met.
+        layers: paths of the modules whose code stands at `where`.
 
     """
 
@@ -32,6 +33,7 @@ class Refusal:
     where: str = ""
     hint: str = ""
     near_miss: bool = False
+    layers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""
@@ -60,6 +62,10 @@ def _no_schedule() -> dict[str, Any]:
     }
 
 
+def _no_memory() -> dict[str, Any]:
+    return {"weights": 0, "inputs": 0, "peak": 0, "at": ""}
+
+
 def _no_cache() -> dict[str, Any]:
     return {"hit": False, "level": None, "key": None, "why": "not looked up"}
 
@@ -84,6 +90,15 @@ class Report:
         notes: what a user must know, one sentence each: every fall-back is here.
         providers: operator name -> provider and why it was picked.
         confirmations: per confirmed region: name, samples, sizes, tolerance, worst_error.
+        layers: path of a module -> operator name -> call sites; "" is the code outside of all modules.
+        lines: path of a module -> `file.py:line` of the first code that ran there.
+        inputs: dtype and shape of each input that is no weight, sorted; "?" for a dynamic size.
+        memory: predicted bytes of weights, of inputs, and of all else at its peak when run operator by operator;
+            `at` is the line of the peak. Zeros where nobody asked for it.
+        tier: under codegen="tiered": "ops" (until it is built), "inductor" (taken over), "failed" (stays operator by
+            operator); else empty.
+        regions: per named region: name, where, layer, calls, inputs, outputs, edges between its parts, and parts:
+            name, kind, nodes, inputs, weight_bytes.
 
     """
 
@@ -102,6 +117,12 @@ class Report:
     notes: list[str] = field(default_factory=list)
     providers: dict[str, dict[str, str]] = field(default_factory=dict)
     confirmations: list[dict[str, Any]] = field(default_factory=list)
+    layers: dict[str, dict[str, int]] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+    inputs: list[str] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=_no_memory)
+    tier: str = ""
+    regions: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def merge(reports: Iterable[Report]) -> Report:
@@ -118,15 +139,22 @@ class Report:
         self.nodes_before += part.nodes_before
         self.nodes_after += part.nodes_after
         for mine, theirs in ((self.fused, part.fused), (self.contains, part.contains)):
-            for name, count in theirs.items():
-                mine[name] = mine.get(name, 0) + count
+            _add_counts(mine, theirs)
+        for path, counts in part.layers.items():
+            _add_counts(self.layers.setdefault(path, {}), counts)
+        # Graphs of one call run one after the other: the memory of the hungriest is what they need.
+        self.memory = max(self.memory, part.memory, key=lambda memory: int(memory["peak"]))
+        self.inputs = sorted({*self.inputs, *part.inputs})
+        self.tier = self.tier if part.tier in ("", self.tier) else " and ".join(filter(None, (self.tier, part.tier)))
         for phase, seconds in part.phases.items():
             self.phases[phase] = self.phases.get(phase, 0.0) + seconds
         self.refused = _once([*self.refused, *part.refused])
         self.notes = _once([*self.notes, *part.notes])
         self.confirmations = _once([*self.confirmations, *part.confirmations])
+        self.regions = [*self.regions, *part.regions]
         self.passes = _merged_passes([*self.passes, *part.passes])
         self.schedule = _merged_schedule(self.schedule, part.schedule)
+        self.lines = part.lines | self.lines
         self.versions |= part.versions
         self.providers |= part.providers
 
@@ -163,6 +191,11 @@ class Report:
         from k31compile.report_view import as_text
 
         return as_text(self)
+
+
+def _add_counts(mine: dict[str, int], theirs: dict[str, int]) -> None:
+    for name, count in theirs.items():
+        mine[name] = mine.get(name, 0) + count
 
 
 def _once(items: Sequence[Any]) -> list[Any]:

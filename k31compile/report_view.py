@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -19,6 +20,10 @@ def show(report: Report, console: Console) -> None:
     console.print(f"[{style}]{escape(report.headline())}[/]", soft_wrap=True)
     if report.fused or report.contains:
         console.print(_fusion_table(report))
+    for region, places in alike(report.regions):
+        times = f"{len(places)} times, first in" if len(places) > 1 else "in"
+        line = f"{region['name']} {times} {places[0]}: {in_parts(region)}"
+        console.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
     for refusal in report.near_misses_first():
         label = "near miss" if refusal.near_miss else "refused"
         console.print(f"[yellow]{label}[/] {escape(str(refusal))}", soft_wrap=True)
@@ -45,6 +50,30 @@ def confirmed(confirmation: dict[str, Any]) -> str:
         if confirmation.get(key) is not None
     ]
     return f"{text} ({', '.join(details)})" if details else text
+
+
+def alike(regions: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the named regions, those with the same parts and edges once, with every place where such a one is."""
+    kinds: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for region in regions:
+        structure = repr((region["name"], [part["name"] for part in region["parts"]], region["edges"]))
+        places = kinds.setdefault(structure, (region, []))[1]
+        places.extend([region["where"]] * region["calls"])
+    return list(kinds.values())
+
+
+def in_parts(region: dict[str, Any]) -> str:
+    """Say the parts of a named region with arrows from each to those that read it."""
+    left = [tuple(edge) for edge in region["edges"]]
+    alone = [part["name"] for part in region["parts"] if not any(part["name"] in edge for edge in left)]
+    chains: list[list[str]] = [[name] for name in alone]
+    while left:
+        chain = list(left.pop(0))
+        while following := next((edge for edge in left if edge[0] == chain[-1]), None):
+            left.remove(following)
+            chain.append(following[1])
+        chains.append(chain)
+    return "; ".join(" -> ".join(chain) for chain in chains)
 
 
 def _fusion_table(report: Report) -> Table:

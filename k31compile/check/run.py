@@ -114,9 +114,9 @@ class _Catcher:
 
 
 def _reported(traced: fx.GraphModule, rewritten: fx.GraphModule) -> Report:
-    from k31compile.backend import _count_fused
+    from k31compile.contract.census import count_contained, count_fused
     from k31compile.targets.cpu import providers
 
-    fused = dict(_count_fused(rewritten))
+    fused, contains = dict(count_fused(rewritten)), dict(count_contained(rewritten))
     before, after = len(traced.graph.nodes), len(rewritten.graph.nodes)
-    return Report(fused=fused, nodes_before=before, nodes_after=after, providers=providers(fused))
+    return Report(fused, contains, nodes_before=before, nodes_after=after, providers=providers(fused))

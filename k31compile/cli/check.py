@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from k31compile.cli import console, target
-from k31compile.errors import NotBuiltYetError
+from k31compile.cli.check_lock import check_lock
 
 if TYPE_CHECKING:
     from k31compile.check import CheckReport, Stage
@@ -21,13 +22,14 @@ def check(
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; default: as the entry is, fp32 if shipped.")] = None,
     all_stages: Annotated[bool, typer.Option("--all", help="Show every module, not the worst of each layer.")] = False,
     layers: Annotated[int | None, typer.Option(help="Build a shipped model with its first N layers only.")] = None,
-    lock: Annotated[str | None, typer.Option(metavar="F", help="Hold a fusion contract (not built yet).")] = None,
+    lock: Annotated[Path | None, typer.Option(metavar="F", help="Hold the fusion contract F instead.")] = None,
 ) -> int:
-    """Compare a model as compiled with float64, stage by stage; exit 1 names the first stage beyond its bound."""
+    """Compare a model as compiled with float64, stage by stage; exit 1 names the first stage beyond its bound.
+
+    With --lock, compare instead what is fused in each layer, and the memory, with a contract of `k31 explain --lock`.
+    """
     if lock is not None:
-        raise NotBuiltYetError(
-            "a fusion contract (--lock) is not built yet", hint="k31 explain --json lists the fusions"
-        )
+        return check_lock(target_name, lock, dtype, layers)
     entries = target.load_entries(target_name, dtype, layers)
     from k31compile.check import CheckReport
     from k31compile.check import check as run_check

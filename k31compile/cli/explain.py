@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+import k31compile
 from k31compile.cli import console, html, target
-from k31compile.errors import NotBuiltYetError, UsageError
+from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
+    from k31compile.contract.lockfile import Graph
     from k31compile.entry import Entry
     from k31compile.report import Report
 
@@ -22,23 +24,27 @@ def explain(
         Path | None, typer.Option("--html", metavar="F", help="Write one self-contained page.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Build a shipped model with its first N layers only.")] = None,
-    lock: Annotated[Path | None, typer.Option(metavar="F", help="Write a fusion contract (not built yet).")] = None,
+    lock: Annotated[Path | None, typer.Option(metavar="F", help="Write a fusion contract, e.g. k31.lock.")] = None,
 ) -> None:
     """Say what is fused in a model, what is not, and why; each entry is called once, operator by operator."""
-    if lock is not None:
-        raise NotBuiltYetError("a fusion contract (--lock) is not built yet", hint="--json lists the fusions")
-    if html_file is not None and not html_file.resolve().parent.is_dir():
-        raise UsageError(f"there is no folder {html_file.resolve().parent} for {html_file}")
+    for file in (html_file, lock):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise UsageError(f"there is no folder {file.resolve().parent} for {file}")
     entries = target.load_entries(target_name, layers=layers)
     found: list[tuple[str, Report]] = []
+    graphs: list[Graph] = []
     with console.progress("explain", len(entries)) as advance:
         for entry in entries:
             advance(entry.name)
-            found.append((entry.name, explained(entry)))
+            report, made = explained_graphs(entry)
+            found.append((entry.name, report))
+            graphs += made
     data = result(target_name, found)
+    if lock is not None:
+        write_lock(lock, target_name, graphs)
     if html_file is not None:
         html_file.write_text(html.page(f"k31 explain {target_name}", found), encoding="utf-8")
-    console.emit(data, lambda out: _render(found, html_file, out))
+    console.emit(data, lambda out: _render(found, [file for file in (html_file, lock) if file], out))
 
 
 def explained(entry: Entry) -> Report:
@@ -51,6 +57,30 @@ def explained(entry: Entry) -> Report:
     if entry.mode == "grad":
         report.notes.append("the entry asks for gradients; k31 compiles for inference: this is the call without")
     return report
+
+
+def explained_graphs(entry: Entry) -> tuple[Report, list[Graph]]:
+    """Return the report over one call of an entry, and each of its graphs as a contract has it."""
+    from k31compile.contract.lockfile import graphs_of
+    from k31compile.report import reports
+
+    known = len(reports())
+    report = explained(entry)
+    return report, graphs_of(entry.name, reports()[known:])
+
+
+def write_lock(path: Path, target_name: str, graphs: list[Graph]) -> None:
+    """Write a contract of these graphs; LockError where the file is not ours or cannot be written."""
+    from k31compile.contract.lockfile import Contract, write_contract
+
+    write_contract(path, Contract(target_name, tuple(graphs), made_with()))
+
+
+def made_with() -> dict[str, str]:
+    """Return the versions that decide what a graph gets, without the build of torch."""
+    import torch
+
+    return {"k31compile": k31compile.__version__, "torch": str(torch.__version__).partition("+")[0]}
 
 
 def result(name: str, found: list[tuple[str, Report]]) -> dict[str, Any]:
@@ -70,9 +100,9 @@ def _meta_note(entry: Entry) -> list[str]:
     return [f"meta device: {whole} layers were traced and rewritten, nothing was computed (--layers N chooses)"]
 
 
-def _render(found: list[tuple[str, Report]], html_file: Path | None, out: Console) -> None:
+def _render(found: list[tuple[str, Report]], written: list[Path], out: Console) -> None:
     for name, report in found:
         out.rule(name, style="dim") if out.is_terminal else out.print(f"== {name}", markup=False, highlight=False)
         report.render(out)
-    if html_file is not None:
-        out.print(f"written: {html_file}", markup=False, highlight=False)
+    for file in written:
+        out.print(f"written: {file}", markup=False, highlight=False)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from k31compile.cli import region_drawing
+
 if TYPE_CHECKING:
     from k31compile.report import Report
 
@@ -59,8 +61,19 @@ def _section(name: str, report: Report) -> str:
     )
     if names:
         parts.append(_table("Fused", ("operator", "call sites", "inside larger ones", "provider", "why"), fused))
-    parts.extend((_evidence(report), _costs(report)))
+    parts.extend((_regions(report), _evidence(report), _costs(report)))
     return "".join(parts)
+
+
+def _regions(report: Report) -> str:
+    from k31compile.report_view import alike
+
+    drawn = (
+        f"<h3>{escape(region['name'])}</h3>{region_drawing.draw(region)}"
+        f"<p>{len(places)} of this kind: {escape(', '.join(places))}</p>"
+        for region, places in alike(report.regions)
+    )
+    return "".join(drawn)
 
 
 def _evidence(report: Report) -> str:

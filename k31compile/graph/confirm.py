@@ -5,7 +5,9 @@ is remembered by the region's canonical hash, so that equal layers cost one conf
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -20,8 +22,9 @@ SAMPLES = 4
 MOST_SAMPLES = 16
 TOLERANCE = 1e-9
 
-# What the tensors of one run may take; a larger region is refused with the reason.
+# What the tensors of one run may take, unless an option says otherwise; a larger region is refused with the reason.
 BYTE_BUDGET = 4 << 30
+_BUDGET: ContextVar[int] = ContextVar("confirm_bytes", default=BYTE_BUDGET)
 # A contradiction at shrunk sizes is looked at again at the real ones only where that is cheap.
 SECOND_TRY_BYTES = 256 << 20
 
@@ -30,6 +33,25 @@ Sample = Mapping[fx.Node, torch.Tensor]
 
 class Mismatch(Exception):
     """A reading of a region that its run contradicts; the text is a reason for a user."""
+
+
+class OverBudget(Mismatch):
+    """A region that was not run because it would take too much memory: no word about what it computes."""
+
+
+@contextmanager
+def byte_budget(count: int) -> Iterator[None]:
+    """Let one run of a region take `count` bytes, in float64, inside the block."""
+    token = _BUDGET.set(count)
+    try:
+        yield
+    finally:
+        _BUDGET.reset(token)
+
+
+def allowed_bytes() -> int:
+    """What one run of a region may take, in bytes."""
+    return _BUDGET.get()
 
 
 @dataclass(frozen=True)
@@ -131,7 +153,7 @@ def confirm(readings: Iterable[Reading], key: str, memory: Memory = MEMORY) -> t
     """
     if key in memory.contradicted:
         raise Mismatch(memory.contradicted[key])
-    furthest: tuple[int, str] | None = None
+    furthest: tuple[int, Mismatch] | None = None
     for ordinal, reading in enumerate(readings):
         if key in memory.confirmed:
             known_ordinal, learned, confirmation = memory.confirmed[key]
@@ -144,12 +166,14 @@ def confirm(readings: Iterable[Reading], key: str, memory: Memory = MEMORY) -> t
         except Mismatch as mismatch:
             trials = mismatch.args[1] if len(mismatch.args) > 1 else 0
             if furthest is None or trials > furthest[0]:
-                furthest = (trials, str(mismatch.args[0]))
+                furthest = (trials, mismatch)
             continue
         memory.confirmed[key] = (ordinal, portable_learned(reading), confirmation)
         return reading, confirmation
-    reason = furthest[1] if furthest else "its inputs cannot be told apart by shape"
-    memory.contradicted[key] = reason
+    last = furthest[1] if furthest else Mismatch("its inputs cannot be told apart by shape")
+    reason = str(last.args[0])
+    if not isinstance(last, OverBudget):
+        memory.contradicted[key] = reason
     raise Mismatch(reason)
 
 
@@ -161,10 +185,10 @@ def _confirm_one(reading: Reading) -> Confirmation:
         needed = bytes_of_run(reading.region, substitution)
         if failure is not None and needed > SECOND_TRY_BYTES:
             raise failure
-        if needed > BYTE_BUDGET:
-            raise Mismatch(
-                f"confirming it would take {needed / 2**30:.1f} GiB, more than the {BYTE_BUDGET / 2**30:.0f} GiB "
-                "allowed (trace it with shorter or dynamic lengths)"
+        if needed > allowed_bytes():
+            raise OverBudget(
+                f"confirming it would take {in_gib(needed)}, more than the {in_gib(allowed_bytes())} that option "
+                f"confirm_bytes allows (trace it with shorter or dynamic lengths, or allow confirm_bytes={needed})"
             )
         try:
             return _confirm_at(reading, substitution)
@@ -203,6 +227,11 @@ def bytes_of_run(region: Region, substitution: Substitution) -> int:
                 count *= size
             sizes.append(count)
     return sum(sorted(sizes)[-3:])
+
+
+def in_gib(count: int) -> str:
+    """A number of bytes for a reader."""
+    return f"{count / 2**30:.3g} GiB"
 
 
 def first_line(error: BaseException) -> str:

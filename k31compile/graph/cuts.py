@@ -17,6 +17,8 @@ from k31compile.graph.views import is_view, same_size_base
 
 Eligible = Callable[[fx.Node], bool]
 
+_SOURCE = "source"
+
 # How far above the core the search may look; without a bound the cost is quadratic in a model's depth.
 WINDOW_NODES = 600
 WINDOW_OPERANDS = 3
@@ -95,33 +97,52 @@ def _nearest_cut(
     kept: Collection[fx.Node],
     capacity: Callable[[fx.Node], int],
 ) -> tuple[fx.Node, ...] | Leak:
-    window = _window(flow, inside, eligible, kept)
-    graph: nx.DiGraph = nx.DiGraph()
-    for node in window:
-        if node in kept or eligible(node):
-            graph.add_edge((node, "in"), (node, "out"), capacity=0 if node in kept else capacity(node))
-        else:
-            graph.add_edge((node, "in"), (node, "out"))
-        sources = [s for s in flow.inputs[node] if s not in flow.constants]
-        if not sources or any(s not in window and s not in inside for s in sources):
-            graph.add_edge("source", (node, "in"))
-        for source in sources:
-            if source in window:
-                graph.add_edge((source, "out"), (node, "in"))
     for node in inside:
-        for source in flow.inputs[node]:
-            if source in window:
-                graph.add_edge((source, "out"), "sink")
         if node.op == "placeholder" and node not in flow.constants:
             return Leak((node,))
-    if "source" not in graph or "sink" not in graph:
+    window = _window(flow, inside, eligible, kept)
+    finite = {node for node in window if node in kept or eligible(node)}
+    tops = _tops(flow, window, inside, finite)
+    graph: nx.DiGraph = nx.DiGraph()
+    for node in finite:
+        graph.add_edge((node, "in"), (node, "out"), capacity=0 if node in kept else capacity(node))
+        graph.add_edges_from((_outlet(top), (node, "in")) for top in tops[node])
+    below = {source for node in inside for source in flow.inputs[node] if source in window}
+    for source in below:
+        reached_from = {source} if source in finite else tops[source]
+        graph.add_edges_from((_outlet(top), "sink") for top in reached_from)
+    if _SOURCE not in graph or "sink" not in graph:
         return ()
     try:
         # networkx gives the minimum cut that lies nearest to the sink; few leaves, so few paths to augment.
-        _, (reached, _) = nx.minimum_cut(graph, "source", "sink", flow_func=shortest_augmenting_path)
+        _, (reached, _) = nx.minimum_cut(graph, _SOURCE, "sink", flow_func=shortest_augmenting_path)
     except nx.NetworkXUnbounded:
-        return Leak(_leaking_path(graph))
-    return tuple(flow.in_order(n for n in window if (n, "in") in reached and (n, "out") not in reached))
+        return Leak(_leaking_path(flow, window, inside, finite))
+    return tuple(flow.in_order(n for n in finite if (n, "in") in reached and (n, "out") not in reached))
+
+
+def _outlet(top: object) -> object:
+    return top if top is _SOURCE else (top, "out")
+
+
+def _tops(
+    flow: Dataflow, window: Collection[fx.Node], inside: Collection[fx.Node], finite: Collection[fx.Node]
+) -> dict[fx.Node, set[object]]:
+    """For each node of the window the nearest values above it that may be leaves, and the source where none is.
+
+    What can be no leaf has an infinite capacity, so that only these matter to the cut: a graph of tens of nodes.
+    """
+    tops: dict[fx.Node, set[object]] = {}
+    for node in flow.in_order(window):
+        found: set[object] = set()
+        sources = [source for source in flow.inputs[node] if source not in flow.constants]
+        if not sources or any(source not in window and source not in inside for source in sources):
+            found.add(_SOURCE)
+        for source in sources:
+            if source in window:
+                found |= {source} if source in finite else tops[source]
+        tops[node] = found
+    return tops
 
 
 def _window(flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node]) -> set[fx.Node]:
@@ -145,9 +166,19 @@ def _window(flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kep
     return set(passed)
 
 
-def _leaking_path(graph: nx.DiGraph) -> tuple[fx.Node, ...]:
-    unbounded = nx.DiGraph((a, b) for a, b, capacity in graph.edges(data="capacity") if capacity is None)
-    if "source" not in unbounded or "sink" not in unbounded or not nx.has_path(unbounded, "source", "sink"):
+def _leaking_path(
+    flow: Dataflow, window: Collection[fx.Node], inside: Collection[fx.Node], finite: Collection[fx.Node]
+) -> tuple[fx.Node, ...]:
+    """A shortest way from outside the window to the core on which nothing may be a leaf."""
+    graph: nx.DiGraph = nx.DiGraph()
+    for node in flow.in_order(window):
+        if node not in finite:
+            sources = [source for source in flow.inputs[node] if source not in flow.constants]
+            if not sources or any(source not in window and source not in inside for source in sources):
+                graph.add_edge(_SOURCE, node)
+            graph.add_edges_from((source, node) for source in sources if source in window and source not in finite)
+    core = flow.in_order(inside)
+    graph.add_edges_from((s, "sink") for n in core for s in flow.inputs[n] if s in window and s not in finite)
+    if _SOURCE not in graph or "sink" not in graph or not nx.has_path(graph, _SOURCE, "sink"):
         return ()
-    path = nx.shortest_path(unbounded, "source", "sink")
-    return tuple(dict.fromkeys(step[0] for step in path if isinstance(step, tuple)))
+    return tuple(nx.shortest_path(graph, _SOURCE, "sink")[1:-1])

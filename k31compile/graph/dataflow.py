@@ -27,6 +27,8 @@ _SHAPE_ONLY = {
     ATEN.sym_numel.default,
 }
 
+# The attribute of a graph that holds its index: it goes when the graph goes, and copies of the graph have none.
+_INDEX = "_k31_dataflow"
 _SINK = object()
 Remembered = TypeVar("Remembered")
 
@@ -47,8 +49,17 @@ def _nodes_in(arguments: Any) -> set[fx.Node]:
     return found
 
 
+def dataflow_of(graph: fx.Graph) -> "Dataflow":
+    """The index of a graph: the one made before, unless the graph was changed since."""
+    flow = getattr(graph, _INDEX, None)
+    if not isinstance(flow, Dataflow) or not flow.is_current():
+        flow = Dataflow(graph)
+        setattr(graph, _INDEX, flow)
+    return flow
+
+
 class Dataflow:
-    """An index of one graph; make a new one after each rewrite."""
+    """An index of one graph as it stands; see `dataflow_of`."""
 
     def __init__(self, graph: fx.Graph) -> None:
         """Index `graph`, which must be functional: mutations only as final `copy_` nodes, read by outputs alone."""
@@ -62,6 +73,16 @@ class Dataflow:
                 self.users[source].append(node)
         self.constants = self._find_constants()
         self._remembered: dict[str, Any] = {}
+        # fx replaces these whenever an argument changes and never changes them in place.
+        self._arguments = [(node.args, node.kwargs) for node in self.nodes]
+
+    def is_current(self) -> bool:
+        """Whether the graph still has the nodes and arguments that were indexed."""
+        nodes = list(self.graph.nodes)
+        return len(nodes) == len(self.nodes) and all(
+            new is old and new.args is args and new.kwargs is kwargs
+            for new, old, (args, kwargs) in zip(nodes, self.nodes, self._arguments, strict=True)
+        )
 
     def remember(self, name: str, compute: Callable[[], Remembered]) -> Remembered:
         """The value of `compute`, computed once for this index."""

@@ -1,6 +1,7 @@
 """What every pass must keep, checked after each: a well-formed graph, outputs as they were, mutations in place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,28 +16,65 @@ from k31compile.graph.sizes import value_of
 from k31compile.graph.trace import current_fake_mode
 
 
-def check_invariants(before: fx.GraphModule, after: fx.GraphModule, pass_name: str) -> None:
-    """Compare a graph with what a pass made of it.
+@dataclass(frozen=True)
+class _Record:
+    """A node as it was; fx replaces arguments and never changes them in place."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+
+    def is_of(self, node: fx.Node) -> bool:
+        """Whether the node still says the same."""
+        return node.target is self.target and node.args is self.args and node.kwargs is self.kwargs
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A graph as it was, to compare with what a pass made of it in place."""
+
+    records: Mapping[fx.Node, _Record]
+    outputs: Sequence[Any]
+    mutated: Sequence[str]
+
+    def is_current(self, graph: fx.Graph) -> bool:
+        """Whether the graph is what it was, node by node."""
+        nodes = list(graph.nodes)
+        if len(nodes) != len(self.records):
+            return False
+        return all(a is b and self.records[a].is_of(a) for a, b in zip(nodes, self.records, strict=True))
+
+
+def take_snapshot(module: fx.GraphModule) -> Snapshot:
+    """What `check_invariants` compares with, taken before a pass."""
+    nodes = module.graph.nodes
+    records = {node: _Record(node.target, node.args, node.kwargs, value_of(node)) for node in nodes}
+    return Snapshot(records, _output_values(module), mutated_inputs(module))
+
+
+def check_invariants(before: Snapshot, module: fx.GraphModule, pass_name: str) -> None:
+    """Compare a graph with what it was before a pass, running anew on fake values whatever reads something else.
 
     Raises:
         InvariantError: the graph is malformed, an output changed its shape, dtype, stride or device, or a mutation of
             an input was lost, added or moved to another input.
     """
     try:
-        after.graph.lint()
-        outputs = refresh_fakes(before, after)
+        module.graph.lint()
+        _refresh_fakes(before, module)
     except Exception as error:
         raise InvariantError(f"pass {pass_name} left a graph that does not run: {error}") from error
-    old_outputs = pytree.tree_leaves(fx.map_arg(before.graph.output_node().args[0], value_of))
-    if len(outputs) != len(old_outputs):
+    outputs = _output_values(module)
+    if len(outputs) != len(before.outputs):
         raise InvariantError(
-            f"pass {pass_name} changed the number of outputs from {len(old_outputs)} to {len(outputs)}"
+            f"pass {pass_name} changed the number of outputs from {len(before.outputs)} to {len(outputs)}"
         )
-    for i, (new, old) in enumerate(zip(outputs, old_outputs, strict=True)):
+    for i, (new, old) in enumerate(zip(outputs, before.outputs, strict=True)):
         _check_output(new, old, i, pass_name)
-    if mutated_inputs(before) != mutated_inputs(after):
+    if mutated_inputs(module) != before.mutated:
         raise InvariantError(
-            f"pass {pass_name} changed the mutated inputs from {mutated_inputs(before)} to {mutated_inputs(after)}"
+            f"pass {pass_name} changed the mutated inputs from {before.mutated} to {mutated_inputs(module)}"
         )
 
 
@@ -46,29 +84,39 @@ def mutated_inputs(module: fx.GraphModule) -> list[str]:
     return [node.args[0].name for node in copies]
 
 
-def refresh_fakes(before: fx.GraphModule, after: fx.GraphModule) -> list[Any]:
-    """Run anew, on fake values, every node whose inputs are not what they were; return the flat outputs."""
-    old = {node.name: node for node in before.graph.nodes}
-    inputs = [value_of(node) for node in before.graph.nodes if node.op == "placeholder"]
+def _output_values(module: fx.GraphModule) -> list[Any]:
+    return pytree.tree_leaves(fx.map_arg(module.graph.output_node().args[0], value_of))
+
+
+def _refresh_fakes(before: Snapshot, module: fx.GraphModule) -> None:
+    inputs = [value_of(node) for node in module.graph.nodes if node.op == "placeholder"]
     with current_fake_mode_of(inputs), enable_python_dispatcher(), torch.no_grad():
-        for node in after.graph.nodes:
-            if node.op == "call_function" and not _reads_the_same(node, old.get(node.name)):
+        for node in module.graph.nodes:
+            if node.op == "call_function" and not _reads_the_same(node, before.records):
                 _refresh(node)
-    return pytree.tree_leaves(fx.map_arg(after.graph.output_node().args[0], value_of))
 
 
-def _reads_the_same(node: fx.Node, old: fx.Node | None) -> bool:
-    if old is None or old.target != node.target or len(old.all_input_nodes) != len(node.all_input_nodes):
+def _reads_the_same(node: fx.Node, records: Mapping[fx.Node, _Record]) -> bool:
+    old = records.get(node)
+    if old is None or node.target is not old.target:
         return False
-    if _plain(node) != _plain(old):
+    if old.is_of(node):
+        return all(_looks_the_same(value_of(source), records[source].value) for source in node.all_input_nodes)
+    were: list[fx.Node] = []
+    are: list[fx.Node] = []
+    if _plain(node.args, node.kwargs, are) != _plain(old.args, old.kwargs, were) or len(are) != len(were):
         return False
-    pairs = zip(node.all_input_nodes, old.all_input_nodes, strict=True)
-    return all(_looks_the_same(value_of(new), value_of(was)) for new, was in pairs)
+    return all(_looks_the_same(value_of(new), records[was].value) for new, was in zip(are, were, strict=True))
 
 
-def _plain(node: fx.Node) -> str:
-    """The arguments with a mark in place of every node."""
-    return str(fx.map_arg((node.args, dict(node.kwargs)), lambda _: "node"))
+def _plain(args: Any, kwargs: Any, nodes: list[fx.Node]) -> str:
+    """The arguments with a mark in place of every node; the nodes are put into `nodes`."""
+
+    def mark(node: fx.Node) -> str:
+        nodes.append(node)
+        return "node"
+
+    return str(fx.map_arg((args, dict(kwargs)), mark))
 
 
 def _looks_the_same(new: Any, old: Any) -> bool:

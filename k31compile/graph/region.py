@@ -71,6 +71,16 @@ def attribute_of(node: fx.Node) -> torch.Tensor:
     return module
 
 
+def text_of_values(nodes: Sequence[fx.Node]) -> str:
+    """Types, sizes and strides of some nodes, symbols by their own names: equal texts, equal fake values."""
+    parts = []
+    for node in nodes:
+        value = value_of(node)
+        is_tensor = isinstance(value, torch.Tensor)
+        parts.append(f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}" if is_tensor else repr(value))
+    return ";".join(parts)
+
+
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
 

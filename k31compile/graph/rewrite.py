@@ -1,6 +1,7 @@
 """Put a replacement into the graph: traced, with metas, in topological order, strides as they were."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from k31compile.graph.sizes import hint, value_of
 from k31compile.graph.trace import current_fake_mode
 
 _ORIGIN = ("stack_trace", "nn_module_stack")
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A program that will stand for some outputs, traced and not yet in the graph."""
+
+    leaves: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    program: fx.GraphModule
 
 
 def replace_outputs(
@@ -28,29 +38,64 @@ def replace_outputs(
     Raises:
         ValueError: the replacement gives other shapes, dtypes or devices.
     """
-    replacement = _trace(build, leaves, outputs)
+    return insert_replacements(module, [trace_replacement(leaves, outputs, build)])
+
+
+def trace_replacement(
+    leaves: Sequence[fx.Node], outputs: Sequence[fx.Node], build: Callable[..., tuple[torch.Tensor, ...]]
+) -> Replacement:
+    """Trace `build` on the fake values of `leaves`; the graph stays as it is.
+
+    Raises:
+        ValueError: the replacement gives other shapes, dtypes or devices.
+    """
+    return Replacement(tuple(leaves), tuple(outputs), _trace(build, leaves, outputs))
+
+
+def insert_replacements(module: fx.GraphModule, replacements: Sequence[Replacement]) -> list[fx.Node]:
+    """Put traced replacements in, sort and sweep once for all of them; return the nodes that were put in.
+
+    Raises:
+        ValueError: together they would make a cycle.
+    """
     graph = module.graph
+    became: dict[fx.Node, fx.Node] = {}
+    inserted: list[fx.Node] = []
+    for one in replacements:
+        leaves = [became.get(leaf, leaf) for leaf in one.leaves]
+        new, results = _copy_in(module, one, leaves)
+        inside = set(new)
+        for old, result in zip(one.outputs, results, strict=True):
+            old.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)  # noqa: B023
+            became[old] = result
+        inserted.extend(new)
+    sort_topologically(graph)
+    graph.eliminate_dead_code()
+    return [node for node in inserted if not node._erased]
+
+
+def _copy_in(
+    module: fx.GraphModule, replacement: Replacement, leaves: Sequence[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes of a replacement in front of its first output, and those that give the results."""
+    graph, origin = module.graph, replacement.outputs[0].meta
     mapping: dict[fx.Node, fx.Node] = {}
     inserted: list[fx.Node] = []
-    with graph.inserting_before(outputs[0]):
-        for node in replacement.graph.nodes:
+    results: list[fx.Node] = []
+    with graph.inserting_before(replacement.outputs[0]):
+        for node in replacement.program.graph.nodes:
             if node.op == "placeholder":
                 mapping[node] = leaves[len(mapping)]
             elif node.op == "output":
                 results = [mapping[result] for result in node.args[0]]
             else:
-                if node.op == "get_attr":
-                    _carry_attribute(replacement, module, node)
                 copy = graph.node_copy(node, mapping.__getitem__)
-                copy.meta.update({key: outputs[0].meta[key] for key in _ORIGIN if key in outputs[0].meta})
+                if node.op == "get_attr":
+                    copy.target = _carry_attribute(replacement.program, module, node)
+                copy.meta.update({key: origin[key] for key in _ORIGIN if key in origin})
                 mapping[node] = copy
                 inserted.append(copy)
-    new = set(inserted)
-    for old, result in zip(outputs, results, strict=True):
-        old.replace_all_uses_with(result, delete_user_cb=lambda user: user not in new)
-    sort_topologically(graph)
-    graph.eliminate_dead_code()
-    return [node for node in inserted if not node._erased]
+    return inserted, results
 
 
 def _trace(
@@ -115,15 +160,20 @@ def _require_same(new: Any, old: torch.Tensor) -> None:
         raise ValueError(f"the replacement gives {new.dtype} {tuple(new.shape)} for {old.dtype} {tuple(old.shape)}")
 
 
-def _carry_attribute(source: fx.GraphModule, target: fx.GraphModule, node: fx.Node) -> None:
+def _carry_attribute(source: fx.GraphModule, target: fx.GraphModule, node: fx.Node) -> str:
     name = f"_k31_{node.target}_{len(target.graph.nodes)}"
     setattr(target, name, getattr(source, str(node.target)))
-    node.target = name
+    return name
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Order the nodes so that each stands after its inputs, keeping the present order where it is free."""
+    """Order the nodes so that each stands after its inputs, keeping the present order where it is free.
+
+    Raises:
+        ValueError: a node depends on itself.
+    """
     placed: set[fx.Node] = set()
+    entered: set[fx.Node] = set()
     order: list[fx.Node] = []
 
     def place(root: fx.Node) -> None:
@@ -134,6 +184,9 @@ def sort_topologically(graph: fx.Graph) -> None:
             if node in placed:
                 stack.pop()
             elif waiting:
+                if node in entered:
+                    raise ValueError(f"{node.name} would depend on itself")
+                entered.add(node)
                 stack.extend(waiting)
             else:
                 stack.pop()

@@ -3,7 +3,7 @@
 `int()` of a SymInt would add a guard and recompile the user's model at each length, so nobody calls it here.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -12,6 +12,8 @@ from torch import fx
 
 # Symbols, and plain sizes to be shrunk, each with the number to use in a confirmation.
 Substitution = Mapping[sympy.Symbol | int, int]
+
+_SHAPE = "k31_shape"
 
 
 def hint(size: Any) -> int:
@@ -54,6 +56,13 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
+def input_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """What the inputs of a graph look like, dynamic sizes as symbols: an example may be a real tensor without any."""
+    nodes = module.graph.find_nodes(op="placeholder")
+    known = (node.meta.get("val", node.meta.get("example_value")) for node in nodes)
+    return [example if value is None else value for value, example in zip(known, example_inputs, strict=True)]
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Whether the node's value is one tensor."""
     return isinstance(value_of(node), torch.Tensor)
@@ -74,7 +83,13 @@ def is_integer(node: fx.Node) -> bool:
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The node's shape by hints; the empty tuple for a scalar and for what is no tensor."""
     value = value_of(node)
-    return tuple(hint(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
+    if not isinstance(value, torch.Tensor):
+        return ()
+    # Asked a hundred thousand times a compile, and a fake tensor takes microseconds to tell its shape.
+    known: tuple[torch.Tensor, tuple[int, ...]] | None = node.meta.get(_SHAPE)
+    if known is None or known[0] is not value:
+        known = node.meta[_SHAPE] = (value, tuple(hint(size) for size in value.shape))
+    return known[1]
 
 
 def shape_under(node: fx.Node, substitution: Substitution) -> tuple[int, ...]:

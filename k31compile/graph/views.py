@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from k31compile.graph.sizes import is_tensor, numel_of
+from k31compile.graph.sizes import is_float, is_tensor, numel_of, value_of
 
 ATEN = torch.ops.aten
 
@@ -46,6 +46,15 @@ _MAY_ALIAS = {ATEN.to.dtype, ATEN.to.device, ATEN.to.dtype_layout, ATEN._to_copy
 def is_view(node: fx.Node) -> bool:
     """Whether the node only moves, selects or copies elements of its first argument."""
     return node.target in _VIEWS or getattr(node.target, "__name__", "") == "getitem"
+
+
+def is_narrowing(node: fx.Node) -> bool:
+    """Whether the node is a cast that may lose bits of a floating-point value."""
+    source = node.args[0] if node.target in CASTS else None
+    if not isinstance(source, fx.Node) or not is_float(node) or not is_float(source):
+        return False
+    before, after = value_of(source).dtype, value_of(node).dtype
+    return bool(before != after and before.itemsize >= after.itemsize)
 
 
 def behind_views_and_casts(node: fx.Node) -> fx.Node:

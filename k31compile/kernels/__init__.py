@@ -13,6 +13,7 @@ from k31compile.kernels.gated_rms_norm import gated_rms_norm_reference
 from k31compile.kernels.grouped_experts import grouped_experts_reference
 from k31compile.kernels.kda import kda_chunk_reference, kda_recurrent_reference
 from k31compile.kernels.lightning_indexer import lightning_indexer_reference
+from k31compile.kernels.mega_kda import mega_kda_reference
 from k31compile.kernels.moe_gating_top_k import moe_gating_top_k_reference
 from k31compile.kernels.registry import OPERATORS, Operator, Provider, provider_for
 from k31compile.kernels.short_conv import short_conv_reference
@@ -31,6 +32,7 @@ __all__ = [
     "kda_chunk_reference",
     "kda_recurrent_reference",
     "lightning_indexer_reference",
+    "mega_kda_reference",
     "moe_gating_top_k_reference",
     "provider_for",
     "short_conv_reference",

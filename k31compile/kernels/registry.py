@@ -6,13 +6,17 @@ whether it takes these very arguments (`declines`); the first that does both ser
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 def _takes_everything(*_args: Any, **_kwargs: Any) -> str | None:
     return None
+
+
+def _no_parts(*_args: Any, **_kwargs: Any) -> Mapping[str, int]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of the ``k31`` namespace; `reference` is its definition, `providers` end with it."""
+    """An operator of the ``k31`` namespace; `reference` is its definition, `providers` end with it.
+
+    `parts(*args, **kwargs)` counts the smaller operators whose work a call does.
+    """
 
     name: str
     schema: str
     reference: Callable[..., Any]
     providers: tuple[Provider, ...]
+    parts: Callable[..., Mapping[str, int]] = _no_parts
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Serve a CPU call by the first provider that is available and takes the arguments."""

@@ -1,12 +1,15 @@
 """Run the passes: each on a copy, checked afterwards, undone where it broke an invariant."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from k31compile.errors import InvariantError, StrictError
-from k31compile.graph.invariants import check_invariants
+from k31compile.graph.confirm import byte_budget
+from k31compile.graph.invariants import check_invariants, take_snapshot
 from k31compile.options import Options
 from k31compile.passes.registry import Pass, PassResult, all_passes
 from k31compile.report import PassRun, Report
@@ -21,40 +24,65 @@ class Stage:
     undone: str = ""
 
 
+class _Broken(Exception):
+    """A pass that must be undone: its name and the reason."""
+
+
 def run_pipeline(module: fx.GraphModule, options: Options, target: str) -> tuple[fx.GraphModule, list[Stage]]:
-    """The graph after all passes that apply, and what each did.
+    """The graph after all passes that apply, and what each did; `module` stays as it is.
 
     A pass that raises or breaks an invariant is undone and the others go on; under `strict` that is an error.
 
     Raises:
         StrictError: a pass was undone, or a fusion was missed by one condition, under `strict=True`.
     """
+    passes = [
+        one for one in all_passes() if ("all" in one.targets or target in one.targets) and options.fuses(one.fusion)
+    ]
+    undone: dict[str, str] = {}
+    while True:
+        try:
+            return _run_all(module, passes, options, undone)
+        except _Broken as broken:
+            name, why = broken.args
+            undone[name] = f"pass {name} was undone: {why}"
+
+
+def _run_all(
+    module: fx.GraphModule, passes: Sequence[Pass], options: Options, undone: Mapping[str, str]
+) -> tuple[fx.GraphModule, list[Stage]]:
+    """All passes in place on one copy, those in `undone` left out: to undo one is to begin again without it."""
+    if not passes:
+        return module, []
     stages: list[Stage] = []
-    for one in all_passes():
-        if ("all" in one.targets or target in one.targets) and options.fuses(one.fusion):
-            module, stage = _run_one(one, module, options)
+    # Between passes nobody calls the module, so nobody writes its code.
+    with _use_lazy_graph_module(True), byte_budget(options.confirm_bytes):
+        work = copy_module(module)
+        for one in passes:
+            if one.name in undone:
+                stage = Stage(PassRun(one.name, 0.0, 0, one.numerics), PassResult(), undone[one.name])
+            else:
+                stage = _run_one(one, work, options)
             stages.append(stage)
             _hold_strict(stage, options)
-    return module, stages
+    finished = fx.GraphModule(work, work.graph)
+    finished.meta.update(work.meta)
+    return finished, stages
 
 
-def _run_one(one: Pass, module: fx.GraphModule, options: Options) -> tuple[fx.GraphModule, Stage]:
+def _run_one(one: Pass, work: fx.GraphModule, options: Options) -> Stage:
     start = time.perf_counter()
-    candidate = copy_module(module)
-    undone = ""
+    before = take_snapshot(work)
     try:
-        result = one.run(candidate, options)
-        if result.changed:
-            check_invariants(module, candidate, one.name)
-            candidate.recompile()
-            module = candidate
+        result = one.run(work, options)
+        if result.changed or not before.is_current(work.graph):
+            check_invariants(before, work, one.name)
     except InvariantError as error:
-        result, undone = PassResult(), f"pass {one.name} was undone: {error.what}"
+        raise _Broken(one.name, error.what) from error
     except Exception as error:
         # A defect of ours must not cost the user the compile; it is told, and under strict it raises.
-        result, undone = PassResult(), f"pass {one.name} was undone: {type(error).__name__}: {error}"
-    seconds = time.perf_counter() - start
-    return module, Stage(PassRun(one.name, seconds, result.changed, one.numerics), result, undone)
+        raise _Broken(one.name, f"{type(error).__name__}: {error}") from error
+    return Stage(PassRun(one.name, time.perf_counter() - start, result.changed, one.numerics), result)
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
@@ -66,7 +94,7 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     result, old_output = output
     node = graph.output(result)
     node.meta.update(old_output.meta)
-    copied = fx.GraphModule(module, graph)
+    copied = _make_graph_module(module, graph)
     copied.meta.update(module.meta)
     return copied
 

@@ -8,17 +8,28 @@ from torch._inductor.compile_fx import compile_fx
 
 from k31compile.kernels.registry import OPERATORS, provider_for
 from k31compile.options import Options
+from k31compile.report import Report
 from k31compile.targets.reinplace import reinplace_cache_writes
+from k31compile.targets.tiered import compile_tiered
 
 
-def compile_for_cpu(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+def compile_for_cpu(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report | None = None
+) -> Callable[..., Any]:
     """A callable of the graph's inputs.
 
-    `codegen="inductor"` builds C++ around our operators; `"ops"` runs operator by operator with cache writes in place.
+    `codegen="inductor"` builds C++ around our operators; `"ops"` runs operator by operator with cache writes in place;
+    `"tiered"` does the second until a child process has done the first, and tells the report.
     """
-    if options.codegen == "ops":
+
+    def run_operators() -> Callable[..., Any]:
         reinplace_cache_writes(module)
         return module.forward
+
+    if options.codegen == "ops":
+        return run_operators()
+    if options.codegen == "tiered":
+        return compile_tiered(module, example_inputs, run_operators, report or Report(), options.strict)
     patches = {} if options.cache else {"force_disable_caches": True}
     compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches or None)
     return compiled  # type: ignore[no-any-return]

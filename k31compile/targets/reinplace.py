@@ -7,6 +7,7 @@ without it every decode step would copy whole caches.
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.named_regions import LABEL
 from k31compile.graph.rewrite import same_strides
 from k31compile.graph.sizes import value_of
 from k31compile.graph.views import COPIES, is_view, may_alias
@@ -27,14 +28,15 @@ def reinplace_cache_writes(module: fx.GraphModule) -> int:
     """
     removed = 0
     graph = module.graph
+    # One index for all caches: what is put in stands where the write stood, and shares memory with its cache alone.
+    flow = Dataflow(graph)
     for copy in graph.find_nodes(op="call_function", target=ATEN.copy_.default):
-        flow = Dataflow(graph)
         target, source = copy.args[0], copy.args[1]
         writes = _write_chain(source, target)
         if writes is None or not all(_old_value_is_dead(flow, write) for write in writes):
             continue
         for write in writes:
-            _write_in_place(graph, write)
+            _write_in_place(flow, write)
         # What read the updated input, as an output or a view of it, reads the input itself.
         copy.replace_all_uses_with(target)
         graph.erase_node(copy)
@@ -82,13 +84,17 @@ def _aliases(flow: Dataflow, node: fx.Node) -> set[fx.Node]:
     return aliases
 
 
-def _write_in_place(graph: fx.Graph, write: fx.Node) -> None:
+def _write_in_place(flow: Dataflow, write: fx.Node) -> None:
+    graph = flow.graph
     if write.target in _IN_PLACE:
         write.target = _IN_PLACE[write.target]
         return
     destination, source, *where = write.args
     with graph.inserting_before(write):
         part = graph.call_function(_OF_A_PART[write.target], (destination, *where))  # type: ignore[index]
-        graph.call_function(ATEN.copy_.default, (part, source))
+        copied = graph.call_function(ATEN.copy_.default, (part, source))
+    flow.position[part] = flow.position[copied] = flow.position[write]
+    if LABEL in write.meta:
+        part.meta[LABEL] = copied.meta[LABEL] = write.meta[LABEL]
     write.replace_all_uses_with(destination)  # type: ignore[arg-type]
     graph.erase_node(write)

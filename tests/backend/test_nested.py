@@ -84,8 +84,9 @@ def test_every_layer_keeps_its_weights(layers: int, pooled: bool, eager: Any) ->
     for layer, other in zip(theirs, ours, strict=True):
         for cache, same in zip(layer, other, strict=True):
             assert (cache - same).abs().max() <= 1e-5 * cache.abs().max()
-    each = {"lightning_indexer": layers, "sparse_flash_attention": layers, "static_top_k": layers}
-    assert last_report().fused == each
+    each = ("indexer_prolog", "lightning_indexer", "mla_prolog", "sparse_flash_attention", "static_top_k")
+    assert last_report().fused == dict.fromkeys(each, layers)
+    assert sum(region["calls"] for region in last_report().regions) == 2 * layers
     assert Layer.forward is forward
 
 

@@ -10,7 +10,9 @@ transformers = pytest.importorskip("transformers", reason="extra hf is not insta
 OPS = {"codegen": "ops"}
 BOTH = {
     "grouped_experts": 1,
+    "indexer_prolog": 2,
     "lightning_indexer": 2,
+    "mla_prolog": 2,
     "moe_gating_top_k": 1,
     "sparse_flash_attention": 2,
     "static_top_k": 2,

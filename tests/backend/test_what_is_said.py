@@ -45,9 +45,9 @@ def test_a_model_without_anything_of_ours_says_so(caplog: pytest.LogCaptureFixtu
     [
         ({"codegen": "op"}, "did you mean 'ops'"),
         ({"code_gen": "ops"}, "did you mean 'codegen'"),
-        ({"codegen": "tiered"}, "not built yet"),
+        ({"codegen": "tiered", "cache": False}, "needs cache=True"),
         ({"target": "ascend-a3"}, "not built yet"),
-        ({"fuse": ["mega_kda"]}, "not built yet"),
+        ({"fuse": ["mla_prolog"]}, "not built yet"),
     ],
 )
 def test_a_wrong_option_is_refused_by_torch_compile(options: dict[str, Any], words: str) -> None:

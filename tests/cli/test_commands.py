@@ -6,8 +6,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from k31compile.passes.registry import all_passes
 
 Run = Callable[..., tuple[int, str, str]]
@@ -31,6 +29,17 @@ def test_explain_says_what_is_fused(small: str, k31_json: RunJson) -> None:
     assert data["graphs"] == 1
     assert list(data["entries"]) == ["small"]
     assert data["nodes_before"] > data["nodes_after"] > 0
+    (region,) = data["regions"]
+    assert (region["name"], region["calls"]) == ("indexer_prolog", 1)
+    assert "small_model.py:" in region["where"]
+    assert {part["name"]: part["weight_bytes"] for part in region["parts"]} == {
+        # weights and biases of three projections in float32
+        "wq_b": 4 * (24 * 8 * 16 + 8 * 16),
+        "wk": 4 * (24 * 16 + 16),
+        "weights_proj": 4 * (24 * 8 + 8),
+    }
+    assert region["edges"] == []
+    assert all(part["nodes"] and part["inputs"] for part in region["parts"])
 
 
 def test_explain_writes_a_page_that_needs_nothing_else(small: str, tmp_path: Path, k31: Run) -> None:
@@ -44,19 +53,14 @@ def test_explain_writes_a_page_that_needs_nothing_else(small: str, tmp_path: Pat
         assert forbidden not in text
     assert "fuse_lightning_indexer" in text
     assert "<svg" in text
+    assert "indexer_prolog in" in out
+    assert 'aria-label="indexer_prolog: 3 parts, 0 edges"' in text
     opened: list[str] = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attrs: opened.append(tag)  # type: ignore[method-assign]
     parser.handle_endtag = lambda tag: opened.remove(tag)  # type: ignore[method-assign]
     parser.feed(text)
     assert opened == ["meta"]
-
-
-@pytest.mark.parametrize("command", ["explain", "check"])
-def test_a_contract_is_refused_as_not_built(command: str, small: str, k31: Run) -> None:
-    code, _, err = k31(command, f"{small}:entry", "--lock", "k31.lock")
-    assert code == 2
-    assert "K31-0102: a fusion contract (--lock) is not built yet" in err
 
 
 def test_a_page_needs_a_folder(small: str, k31: Run) -> None:

@@ -5,8 +5,7 @@ import torch
 from captured import sketch
 
 from k31compile.errors import InvariantError
-from k31compile.graph.invariants import check_invariants
-from k31compile.passes.pipeline import copy_module
+from k31compile.graph.invariants import check_invariants, take_snapshot
 
 ATEN = torch.ops.aten
 
@@ -90,11 +89,11 @@ BREAKS = {
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_named(name):
     spoil, words = BREAKS[name]
-    before = made().module
-    after = copy_module(before)
-    spoil(after)
+    module = made().module
+    before = take_snapshot(module)
+    spoil(module)
     with pytest.raises(InvariantError, match=words) as caught:
-        check_invariants(before, after, "spoil_it")
+        check_invariants(before, module, "spoil_it")
     assert "pass spoil_it" in caught.value.what
 
 
@@ -104,18 +103,18 @@ def test_a_break_is_named(name):
     ids=["nothing", "an operator", "contiguous of contiguous"],
 )
 def test_what_keeps_the_outputs_passes(change):
-    before = made().module
-    after = copy_module(before)
-    change(after)
-    check_invariants(before, after, "change_it")
+    module = made().module
+    before = take_snapshot(module)
+    change(module)
+    check_invariants(before, module, "change_it")
 
 
 def test_values_are_refreshed():
-    before = made().module
-    after = copy_module(before)
-    wrap(after, 0, ATEN.cos.default)
-    check_invariants(before, after, "change_it")
-    assert after.graph.output_node().args[0][0].meta["val"].shape == (3, 4)
+    module = made().module
+    before = take_snapshot(module)
+    wrap(module, 0, ATEN.cos.default)
+    check_invariants(before, module, "change_it")
+    assert module.graph.output_node().args[0][0].meta["val"].shape == (3, 4)
 
 
 def test_a_swapped_order_of_two_mutations_is_named():
@@ -124,9 +123,9 @@ def test_a_swapped_order_of_two_mutations_is_named():
         b.add_(2)
         return a + b
 
-    before = sketch(two, torch.randn(3), torch.randn(3)).module
-    after = copy_module(before)
-    first, second = after.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
+    module = sketch(two, torch.randn(3), torch.randn(3)).module
+    before = take_snapshot(module)
+    first, second = module.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
     second.append(first)
     with pytest.raises(InvariantError, match="mutated inputs"):
-        check_invariants(before, after, "swap_them")
+        check_invariants(before, module, "swap_them")

@@ -17,7 +17,8 @@ LAYERS = [
     {"passes"},
     {"targets"},
     {"cache"},
-    {"backend", "entry", "explain", "check", "nested"},
+    {"loops"},  # watches Dynamo and knows nothing of ours
+    {"backend", "contract", "entry", "explain", "check", "nested"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},
     {"__init__"},  # the public face may name everything

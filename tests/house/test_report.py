@@ -14,6 +14,7 @@ from k31compile.report import PassRun, Refusal, Report, clear_reports, last_repo
 KEYS = {
     *("fused", "contains", "refused", "graphs", "graph_breaks", "nodes_before", "nodes_after", "passes"),
     *("schedule", "cache", "phases", "versions", "notes", "providers", "confirmations"),
+    *("layers", "lines", "regions", "inputs", "memory", "tier"),
 }
 
 
@@ -37,6 +38,15 @@ def full() -> Report:
         phases={"trace": 0.25, "passes": 0.5},
         versions={"torch": "2.13.0"},
         notes=["no C++ compiler: the reference serves"],
+        regions=[
+            {
+                "name": "mla_prolog",
+                "where": "layers.1 (m.py:3)",
+                "calls": 2,
+                "parts": [{"name": name} for name in ("up", "norm", "rope", "alone")],
+                "edges": [["up", "norm"], ["up", "rope"]],
+            }
+        ],
         providers={"lightning_indexer": {"provider": "cpu", "why": "bf16, contiguous"}},
         confirmations=[
             {"name": "lightning_indexer", "samples": 8, "sizes": [3, 5], "tolerance": 1e-9, "worst_error": 1e-13}
@@ -47,7 +57,7 @@ def full() -> Report:
 def test_the_json_has_exactly_the_keys_of_the_interface() -> None:
     data = json.loads(full().to_json())
     assert set(data) == KEYS == set(Report().to_dict())
-    assert set(data["refused"][0]) == {"name", "reason", "where", "hint", "near_miss"}
+    assert set(data["refused"][0]) == {"name", "reason", "where", "hint", "near_miss", "layers"}
     assert set(data["passes"][0]) == {"name", "seconds", "changed", "numerics"}
     assert set(data["schedule"]) == {"streams", "events", "critical_path", "serial", "predicted", "super_kernels"}
     assert set(data["cache"]) == {"hit", "level", "key", "why"}
@@ -62,6 +72,7 @@ def test_the_text_shows_everything_and_near_misses_first() -> None:
         "[relu]",
         "reference serves",
         "30 nodes before",
+        "mla_prolog 2 times, first in layers.1 (m.py:3): alone; up -> norm; up -> rope",
     ):
         assert part in text
     assert text.index("near miss lightning_indexer: there is no [relu] (m.py:7); add it") < text.index(
@@ -97,10 +108,24 @@ def test_merging_adds_counts_and_keeps_sentences_once() -> None:
     assert total.refused == full().refused
     assert total.notes == full().notes
     assert len(total.confirmations) == 1
+    assert total.regions == 2 * full().regions
     assert total.cache["hit"] is False
     assert total.cache["why"] == "1 of 2 graphs were found"
     assert Report.merge([full()]).to_dict() == full().to_dict()
     assert Report.merge([]).graphs == 0
+
+
+def test_layers_of_several_graphs_add_up_and_the_hungriest_is_kept() -> None:
+    parts = [
+        Report(layers={"a.0": {"short_conv": 1}}, memory={"weights": 5, "inputs": 1, "peak": 7, "at": "m.py:1"}),
+        Report(layers={"a.0": {"short_conv": 2}, "a.1": {"kda_chunk": 1}}, tier="ops"),
+        Report(memory={"weights": 6, "inputs": 2, "peak": 9, "at": "m.py:2"}, tier="inductor"),
+    ]
+    merged = Report.merge(parts)
+    assert merged.layers == {"a.0": {"short_conv": 3}, "a.1": {"kda_chunk": 1}}
+    assert parts[0].layers == {"a.0": {"short_conv": 1}}
+    assert merged.memory == parts[2].memory
+    assert merged.tier == "ops and inductor"
 
 
 def test_schedules_of_one_call_add_up() -> None:

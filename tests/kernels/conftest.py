@@ -13,6 +13,7 @@ from k31compile.kernels.cpu.delta_rule import chunk_provider, recurrent_provider
 from k31compile.kernels.cpu.gated_rms_norm import gated_rms_norm_provider
 from k31compile.kernels.cpu.grouped_experts import experts_provider
 from k31compile.kernels.cpu.lightning_indexer import indexer_provider
+from k31compile.kernels.cpu.mega_kda import mega_kda_provider
 from k31compile.kernels.cpu.moe_gating_top_k import gating_provider
 from k31compile.kernels.cpu.short_conv import short_conv_provider
 from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
@@ -90,6 +91,11 @@ def short_conv(request):
 @pytest.fixture(params=IMPLEMENTATIONS)
 def gated_rms_norm(request):
     return _pick(request.param, kernels.gated_rms_norm_reference, gated_rms_norm_provider)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def mega_kda(request):
+    return _pick(request.param, kernels.mega_kda_reference, mega_kda_provider)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

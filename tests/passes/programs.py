@@ -12,6 +12,10 @@ def _normal(*shape):
     return torch.randn(shape, generator=_GENERATOR)
 
 
+def _parameter(*shape):
+    return torch.nn.Parameter(_normal(*shape) * 0.2, requires_grad=False)
+
+
 # Positive weights: with others many scores are exactly zero, and which of equal scores is best is anybody's choice.
 # What a Before block may speak of: q queries, k the indexer's keys, w its weights, c the latent, i chosen positions.
 OPERANDS = {
@@ -42,10 +46,27 @@ OPERANDS = {
     "shares": torch.rand((8, 3), generator=_GENERATOR),
     "gate_up": _normal(12, 14, 10),
     "down": _normal(12, 10, 7),
+    # for a KDA layer: packed channels of query, key and value, those before them, taps; rate and shift of its gate
+    "packed": _normal(B, T, 57),
+    "packed_before": _normal(B, 3, 57),
+    "packed_taps": _normal(57, 4),
+    "rate": _normal(H),
+    "shift": _normal(H, 6),
     # for attention over depth: frozen block sums, the running one, a learned query
     "frozen": _normal(3, B, T, D),
     "running": _normal(B, T, D),
     "depth_query": _normal(D),
+    # for what stands in front of an indexer and its attention: the layer's input, caches and where to write, weights
+    "hidden": _normal(B, T, 17).abs(),
+    "places": torch.tensor([1, 4, 6, 9, 11]),
+    "keys": _normal(B, S, D),
+    "latents": _normal(B, S, D),
+    "query_index": _parameter(17, H * D),
+    "key_down": _parameter(17, D),
+    "head_weights": torch.nn.Parameter(_parameter(17, H).abs(), requires_grad=False),
+    "query_down": _parameter(17, 11),
+    "query_up": _parameter(11, H * D),
+    "latent_down": _parameter(17, D),
 }
 # For programs of the indexer and its attention alone.
 INDEXED = {name: OPERANDS[name] for name in "qkwci"}
@@ -233,6 +254,60 @@ def attn_res_update_expected(*operands):
     return joined[1].view(B, T, D)
 
 
+def prolog_of_indexer(*operands):
+    hidden, places, keys, index, down, weights = named(
+        operands, "hidden", "places", "keys", "query_index", "key_down", "head_weights"
+    )
+    rows = keys.index_copy(1, places, torch.nn.functional.layer_norm(hidden @ down, [D]))
+    return (hidden @ index).view(B, T, H, D), rows, hidden @ weights
+
+
+def indexer_prolog_before(*operands):
+    return scored(*prolog_of_indexer(*operands)).topk(K, dim=-1).indices
+
+
+def indexer_prolog_expected(*operands):
+    query, rows, weights = prolog_of_indexer(*operands)
+    return indexer_expected(query, rows, weights, None, None)
+
+
+def prolog_of_mla(*operands):
+    hidden, places, latents, down, up, latent_down, chosen = named(
+        operands, "hidden", "places", "latents", "query_down", "query_up", "latent_down", "i"
+    )
+    rows = latents.index_copy(1, places, torch.nn.functional.rms_norm(hidden @ latent_down, [D]))
+    return (hidden @ down @ up).view(B, T, H, D), rows, chosen
+
+
+def mla_prolog_before(*operands):
+    return attended(*prolog_of_mla(*operands), 0.2)
+
+
+def mla_prolog_expected(*operands):
+    query, rows, chosen = prolog_of_mla(*operands)
+    return attention_expected(query, None, None, rows, chosen)
+
+
+def mega_kda_before(*operands):
+    names = ("gate", "beta", "state", "opening", "weight", "packed", "packed_before", "packed_taps", "rate", "shift")
+    gate, beta, state, opening, weight, packed, before, taps, rate, shift = named(operands, *names)
+    window = torch.cat([before, packed], 1)
+    y = torch.nn.functional.silu(sum(window[:, i : i + T] * taps[:, i] for i in range(4)))
+    query, key, value = (x.unflatten(-1, (H, -1)) for x in y.split([18, 18, 21], -1))
+    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    decays = (-torch.exp(rate)[:, None] * torch.nn.functional.softplus(gate + shift)).exp().unsqueeze(-1)
+    out = delta_steps(query * 0.4, key, value, decays, 2 * beta.sigmoid(), state)
+    return torch.nn.functional.rms_norm(out, (7,), weight, 1e-5) * torch.sigmoid(opening)
+
+
+def mega_kda_expected(*operands):
+    names = ("gate", "beta", "state", "opening", "weight", "packed", "packed_before", "packed_taps", "rate", "shift")
+    gate, beta, state, opening, weight, packed, before, taps, rate, shift = named(operands, *names)
+    layer = ([packed], [taps], [before], gate, rate, shift, beta, state, opening, weight)
+    options = {"norm_eps": 1e-5, "beta_factor": 2.0, "scale": 0.4}
+    return torch.ops.k31.mega_kda(*layer, **options)[0]
+
+
 PROGRAMS = {
     "fuse_attn_res_prepare": (attn_res_prepare_before, attn_res_prepare_expected),
     "fuse_attn_res_update": (attn_res_update_before, attn_res_update_expected),
@@ -243,8 +318,11 @@ PROGRAMS = {
     "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),
     "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
+    "fuse_mega_kda": (mega_kda_before, mega_kda_expected),
     "fuse_moe_gating_top_k": (gating_before, gating_expected),
     "fuse_sparse_flash_attention": (attention_before, attention_expected),
     "fuse_short_conv": (short_conv_before, short_conv_expected),
+    "name_indexer_prolog": (indexer_prolog_before, indexer_prolog_expected),
+    "name_mla_prolog": (mla_prolog_before, mla_prolog_expected),
     "static_top_k": (both_before, both_expected),
 }

@@ -60,11 +60,17 @@ def test_the_pipeline_leaves_its_argument_alone(name):
     assert [node.format_node() for node in module.graph.nodes] == before
 
 
+def in_float64(value):
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(value.double(), requires_grad=False)
+    return value.double() if value.is_floating_point() else value
+
+
 @names
 def test_the_results_agree_in_float64(name):
     """The graph of float64 operands, so that nothing but a wrong rewrite can differ."""
     program = PROGRAMS[name][0]
-    operands = [value.double() if value.is_floating_point() else value for value in OPERANDS.values()]
+    operands = [in_float64(value) for value in OPERANDS.values()]
     rewritten, stages = through(sketch(program, *operands).module)
     assert any(stage.run.changed for stage in stages)
     rewritten.recompile()

@@ -21,6 +21,9 @@ from k31compile.passes.pipeline import run_pipeline  # noqa: E402
 
 __all__ = ["NEAR_MISSES", "SPELLINGS", "cases", "fates", "passed", "through", "with_weights"]
 
+PARTS = {"mega_kda": ("short_conv", "kda_recurrent", "gated_rms_norm")}
+"""What must be fused before an operator can be."""
+
 
 @dataclass(frozen=True)
 class Passed:
@@ -67,7 +70,7 @@ def with_weights(module):
 def through(operator, fn, make, dynamic=None):
     """`fn` of what `make` makes anew each time; results are compared, and what it writes to."""
     traced = sketch(fn, *make()) if dynamic is None else capture(fn, *make(), dynamic=dynamic)
-    module, stages = run_pipeline(traced.module, Options(fuse=(operator,)), "cpu")
+    module, stages = run_pipeline(traced.module, Options(fuse=(operator, *PARTS.get(operator, ()))), "cpu")
     assert not [stage.undone for stage in stages if stage.undone]
     reasons = [refusal.reason for stage in stages for refusal in stage.result.refused]
     if dynamic is not None:
@@ -89,10 +92,14 @@ def _error(got, want):
 
 
 def fates(recogniser, program, length, every):
-    """What becomes of every `every`-th mutant of a program's graph in float64: counted, and the false ones."""
+    """What becomes of every `every`-th mutant of a program's graph in float64: counted, and the false ones.
+
+    What must be fused before the recogniser finds anything is fused first.
+    """
     made = [operands.operands(program, length, torch.float64, seed) for seed in (1, 2, 3)]
     made += [[x * factor for x in made[0]] for factor in (1e-3, 40.0)]
     module = sketch(program.fn, *made[0]).module
+    module, _ = run_pipeline(module, Options(fuse=PARTS.get(recogniser.name, ())), "cpu")
     names = {node.name for node in module.graph.nodes}
     verdicts = [judge(mutant, recogniser, made) for mutant in list(mutants(module, names))[::every]]
     assert verdicts[0].fate == "equivalent", verdicts[0]

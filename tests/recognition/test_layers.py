@@ -10,7 +10,8 @@ from stable_topk import stable_eager
 
 import k31compile
 
-BOTH = {"lightning_indexer": 1, "sparse_flash_attention": 1}
+INDEXER = {"indexer_prolog": 1, "lightning_indexer": 1}
+BOTH = INDEXER | {"mla_prolog": 1, "sparse_flash_attention": 1}
 
 
 def fused():
@@ -33,7 +34,7 @@ def test_indexer_with_projections_and_both_rotary_styles(interleave):
             begin = torch.tensor(start)
             want = stable_eager(eager, x, low, begin)
             got = run(x, low, begin)
-            assert fused() == {"lightning_indexer": 1}, k31compile.last_report()
+            assert fused() == INDEXER, k31compile.last_report()
             assert torch.equal(got, want)
             assert torch.equal(ours.keys, eager.keys)
 
@@ -57,7 +58,7 @@ def test_needle_is_found_at_every_depth(interleave, depth):
         indexer.keys.normal_().mul_(0.01)
         indexer.keys[:, place] = query * 5
         got = run(x, low, start)
-        assert fused() == {"lightning_indexer": 1}
+        assert fused() == INDEXER
         assert bool((got == place).any(-1).all())
         assert torch.equal(got, stable_eager(indexer, x, low, start))
 
@@ -85,7 +86,7 @@ def test_two_layers_of_two_styles_and_weights():
     x, start = inputs(15), torch.tensor([3, 11])
     with torch.no_grad():
         got = compiled(model)(x, start)
-    assert fused() == {"lightning_indexer": 2, "sparse_flash_attention": 2}, k31compile.last_report()
+    assert fused() == dict.fromkeys(BOTH, 2), k31compile.last_report()
     assert relative_error(got, stable_eager(eager, x, start)) < 1e-5
 
 
@@ -141,7 +142,7 @@ def test_one_selection_for_two_attentions():
     x, start = inputs(12), torch.tensor([0, 9])
     with torch.no_grad():
         got = compiled(model)(x, start)
-    assert fused() == {"lightning_indexer": 1, "sparse_flash_attention": 2}, k31compile.last_report()
+    assert fused() == INDEXER | {"mla_prolog": 2, "sparse_flash_attention": 2}, k31compile.last_report()
     assert relative_error(got, stable_eager(eager, x, start)) < 1e-5
 
 

@@ -24,6 +24,17 @@ K31_INLINE Floats tanh(Floats x) {
     return size < 0.625f ? x + x * z * p : large;
 }
 
+// log(1 + e^x) = max(x, 0) + log(1 + z), z = e^-|x|, and log(1 + z) = 2 artanh(z / (2 + z)): seven terms, as z <= 1.
+K31_INLINE Floats softplus(Floats x) {
+    const Floats z = exp_negative(-absolute(x)), s = z / (z + 2.0f), square = s * s;
+    Floats p = square * (1.0f / 13) + 1.0f / 11;
+    p = p * square + 1.0f / 9;
+    p = p * square + 1.0f / 7;
+    p = p * square + 1.0f / 5;
+    p = p * square + 1.0f / 3;
+    return (x < 0.0f ? Floats{} : x) + 2.0f * (s * square * p + s);
+}
+
 enum Activation : int64_t { NONE = 0, SIGMOID = 1, SILU = 2 };
 
 // The activation of x; a NaN stays one.

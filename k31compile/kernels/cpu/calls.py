@@ -14,6 +14,7 @@ OK, BAD_BLOCK, BAD_INDEX, NO_MEMORY = range(4)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MASK_DTYPES = {**DTYPES, torch.bool: 2}
 ACTIVATIONS = {"none": 0, "sigmoid": 1, "silu": 2}
+WEIGHT_CASTS = {"before": 0, "after": 1, "between": 2}
 
 
 def _integers(names: str) -> list[tuple[str, Any]]:
@@ -135,6 +136,19 @@ class GatedRmsNormCall(ctypes.Structure):
     ]
 
 
+class MegaKdaCall(ctypes.Structure):
+    """Arguments of k31_mega_kda; `x`, `weight` and `conv_state` are those of query, key and value."""
+
+    _fields_ = [
+        *((name, Operand * 3) for name in ("x", "weight", "conv_state")),
+        *((name, Operand) for name in ("raw_gate", "a_log", "dt_bias", "raw_beta", "state", "out_gate", "norm_weight")),
+        *_integers("batch tokens heads width depth taps softplus value_first beta_dtype core_dtype"),
+        *_integers("activation gate_first weight_cast"),
+        *((name, ctypes.c_double) for name in ("lower_bound", "l2_eps", "beta_factor", "scale", "norm_eps")),
+        *_integers("threads result result_dtype new_conv conv_dtype last"),
+    ]
+
+
 class AttnResPrepareCall(ctypes.Structure):
     """Arguments of k31_attn_res_prepare."""
 
@@ -166,6 +180,7 @@ FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "k31_grouped_experts": ExpertsCall,
     "k31_short_conv": ShortConvCall,
     "k31_gated_rms_norm": GatedRmsNormCall,
+    "k31_mega_kda": MegaKdaCall,
     "k31_attn_res_prepare": AttnResPrepareCall,
     "k31_attn_res_update": AttnResUpdateCall,
 }

@@ -109,7 +109,11 @@ def _declines(
     for name, tensor in named.items():
         if tensor is not None and tensor.dtype not in calls.DTYPES:
             return f"{name} is {tensor.dtype}; the kernel reads float32 and bfloat16"
-    sides = (*key.shape[-1:], *value.shape[-1:])
+    return beyond_scratch(*key.shape[-1:], *value.shape[-1:])
+
+
+def beyond_scratch(*sides: int) -> str | None:
+    """Why the kernels do not take a state of these sides, [K, V] or [V, K]; None when they do."""
     if math.prod(sides) > _STATE_LIMIT or any(side > _SIDE_LIMIT for side in sides):
         return f"a head's state of {' x '.join(map(str, sides))} does not fit the kernel's scratch"
     return None

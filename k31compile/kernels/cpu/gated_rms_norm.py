@@ -11,7 +11,6 @@ from k31compile.kernels.cpu import calls, loader
 from k31compile.kernels.gated_rms_norm_arguments import GatedRMSNorm
 from k31compile.kernels.registry import Provider
 
-_WEIGHT_CASTS = {"before": 0, "after": 1, "between": 2}
 _MOST_DIMENSIONS = 4
 
 
@@ -31,7 +30,7 @@ def gated_rms_norm_provider(variant: str = "fast") -> Provider:
             *(1, 1, 1, *x.shape)[-_MOST_DIMENSIONS:],
             calls.ACTIVATIONS[call.activation],
             not call.norm_before_gate,
-            _WEIGHT_CASTS[call.weight_cast],
+            calls.WEIGHT_CASTS[call.weight_cast],
             call.eps,
             torch.get_num_threads(),
             result.data_ptr(),

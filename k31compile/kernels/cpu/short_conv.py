@@ -49,6 +49,11 @@ def _declines(
     state: torch.Tensor | None = None,
     **_kwargs: Any,
 ) -> str | None:
+    return too_many_taps(weight) or calls.unread(x=x, weight=weight, bias=bias, state=state)
+
+
+def too_many_taps(weight: torch.Tensor) -> str | None:
+    """Why the kernels do not take a weight [C, W]; None when they do."""
     if weight.dim() == 2 and weight.shape[1] > _MOST_TAPS:
         return f"weight has {weight.shape[1]} taps; the kernel takes up to {_MOST_TAPS}"
-    return calls.unread(x=x, weight=weight, bias=bias, state=state)
+    return None

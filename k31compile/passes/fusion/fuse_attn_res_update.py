@@ -5,6 +5,7 @@ from torch import fx
 from k31compile.options import Options
 from k31compile.passes.recognise.attention_residuals import AttentionResidualsRecogniser
 from k31compile.passes.recognise.depth_additions import take_in_additions
+from k31compile.passes.recognise.depth_norm import DepthNormRecogniser
 from k31compile.passes.recognise.engine import recognise
 from k31compile.passes.registry import PassResult, register_pass
 
@@ -29,4 +30,5 @@ def fuse_attn_res_update(module: fx.GraphModule, options: Options) -> PassResult
     """
     findings = recognise(module, AttentionResidualsRecogniser("attn_res_update"))
     take_in_additions(module)
-    return PassResult(findings.fused, findings.refused, findings.confirmations)
+    norms = recognise(module, DepthNormRecogniser())
+    return PassResult(findings.fused, findings.refused, [*findings.confirmations, *norms.confirmations])

@@ -86,7 +86,31 @@ def find_decays(flow: Dataflow) -> list[Decays]:
             gate, cumulative = _gate_of(flow, node)
             groups.setdefault(gate, []).append(node)
             sums.setdefault(gate, set()).update(cumulative)
-    return [Decays(tuple(nodes), tuple(flow.in_order(sums[gate]))) for gate, nodes in groups.items()]
+    found = [Decays(tuple(nodes), tuple(flow.in_order(sums[gate]))) for gate, nodes in groups.items()]
+    return [part for group in found for part in _recurrences(flow, group)]
+
+
+def _recurrences(flow: Dataflow, group: Decays) -> list[Decays]:
+    """The group, or its parts where steps of one gate decay states that do not depend on each other."""
+    if group.cumulative or len(group.exponentials) < 2:
+        return [group]
+    products = state_products(flow, group)
+    decay_of = {product: _decay_in(product, group) for product in products}
+    chains: nx.Graph = nx.Graph()
+    chains.add_nodes_from(decay_of.values())
+    for product in products:
+        earlier = flow.ancestors(flow.inputs[product], stop=lambda node: node in decay_of or node in group.exponentials)
+        chains.add_edges_from((decay_of[product], decay_of[other]) for other in earlier & decay_of.keys())
+    parts = list(nx.connected_components(chains))
+    if len(parts) < 2 or sum(map(len, parts)) < len(group.exponentials):
+        return [group]
+    return [Decays(tuple(flow.in_order(part)), ()) for part in parts]
+
+
+def _decay_in(product: fx.Node, group: Decays) -> fx.Node:
+    """The exponential that a state product decays by."""
+    behind = (behind_views_and_casts(source) for source in product.all_input_nodes)
+    return next(node for node in behind if node in group.exponentials)
 
 
 def _gate_of(flow: Dataflow, exponential: fx.Node) -> tuple[frozenset[fx.Node], set[fx.Node]]:
@@ -183,14 +207,14 @@ def _window(flow: Dataflow, decays: Decays) -> set[fx.Node]:
     return set(flow.nodes[first : last + WINDOW_NODES])
 
 
-def final_states(flow: Dataflow, decays: Decays, state: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Nodes of the state's shape that are kept after the graph, and what passes them on to the end.
+def final_states(flow: Dataflow, decays: Decays, state: fx.Node) -> dict[fx.Node, set[fx.Node]]:
+    """Nodes of the state's shape that are kept after the graph, each with what passes it on to the end.
 
-    Kept is what is copied into an input or returned, be it through views, casts and writes into a pool.
+    Kept is what is copied into an input or returned, be it through views, casts and writes into a pool. An output
+    of one chunk that is as long as a key is wide has the state's shape too.
     """
     below = flow.descendants(decays.exponentials)
-    kept: list[fx.Node] = []
-    passing: set[fx.Node] = set()
+    kept: dict[fx.Node, set[fx.Node]] = {}
     output = flow.nodes[-1]
     ends = [node for node in flow.nodes if node.target is ATEN.copy_.default]
     for end in (*ends, *flow.inputs[output]):
@@ -202,10 +226,8 @@ def final_states(flow: Dataflow, decays: Decays, state: fx.Node) -> tuple[list[f
             node = sources[0]
             way.append(node)
         if node in below and _has_shape_of(node, state) and not is_view(node):
-            passing.update(way[:-1])
-            if node not in kept:
-                kept.append(node)
-    return kept, passing
+            kept.setdefault(node, set()).update(way[:-1])
+    return kept
 
 
 def _has_shape_of(node: fx.Node, state: fx.Node) -> bool:

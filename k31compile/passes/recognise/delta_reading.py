@@ -163,11 +163,11 @@ class DeltaReading(Reading):
         if self.learned is None:
             # twelve digits: what an author writes as one factor or another has no more in common
             self.learned = float(f"{float((got * expected).sum() / expected.square().sum().clamp_min(1e-300)):.12g}")
-        error = _distance(got, self.learned * expected)
+        error = distance(got, self.learned * expected)
         if not error < TOLERANCE or self.learned == 0:
             raise Mismatch(f"its output differs from the {self._rule()} by {error:.1e} of its size")
         if self.operands.final is not None:
-            final = _distance(self.operands.final.canonical(outputs[1]), state)
+            final = distance(self.operands.final.canonical(outputs[1]), state)
             if not final < TOLERANCE:
                 raise Mismatch(f"its state differs from that of the {self._rule()} by {final:.1e} of its size")
             error = max(error, final)
@@ -229,7 +229,7 @@ def _holds_values_first(operands: DeltaOperands) -> bool:
     return key is not None and value is not None and value < key
 
 
-def _distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference, relative to the largest value of a head's row."""
     if not got.numel():
         return 0.0

@@ -12,7 +12,7 @@ from k31compile.graph.confirm import Mismatch, Reading
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
-from k31compile.graph.views import CASTS, is_view
+from k31compile.graph.views import CASTS, is_narrowing, is_view
 from k31compile.passes.recognise.contractions import is_contraction
 from k31compile.passes.recognise.contractions import operands as operands_of
 from k31compile.passes.recognise.decays import (
@@ -56,9 +56,10 @@ class DeltaRuleRecogniser(Recogniser):
         products = state_products(flow, decays)
         if products and serves_all_channels(products[-1]) != self.is_scalar:
             return
-        states, passing = final_states(flow, decays, products[-1]) if products else ([], set())
+        states = final_states(flow, decays, products[-1]) if products else {}
         last = [products[-1], *sums_with(flow, products[-1])] if products else []
-        final = [state for state in states if state in last][-1:]
+        final = flow.in_order(state for state in states if state in last)[-1:]
+        passing = {node for state in final for node in states[state]}
         before = flow.ancestors([*products, *final])
         exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
         if not exits and products:
@@ -126,12 +127,15 @@ def _decays_of(flow: Dataflow, anchor: fx.Node) -> Decays:
 
 
 def _last_of_each_value(exits: Sequence[fx.Node]) -> list[fx.Node]:
-    """The exits without those that are only turned about or cast by the next; what a slice shortens comes after it."""
+    """The exits without those that are only turned about or cast by the next; what a slice shortens comes after it.
+
+    Where an author rounds to fewer bits the value stays: what widens it again is not part of the rule.
+    """
     kept: list[fx.Node] = []
     shortened: fx.Node | None = None
     for node, after in zip(exits, [*exits[1:], None][: len(exits)], strict=True):
         moves = after is not None and (_only_moves(after) or after.target is ATEN.stack.default)
-        if after is not None and moves and _wide(after) == _wide(node):
+        if after is not None and moves and _wide(after) == _wide(node) and not is_narrowing(node):
             continue
         if after is not None and after.target is ATEN.slice.Tensor:
             # Padding was cut off, most likely: the operator then need not see it.
@@ -145,9 +149,9 @@ def _last_of_each_value(exits: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _as_first_written(leaf: fx.Node) -> fx.Node:
-    """What a leaf was before views, casts and paddings of nothing that left its sizes as they are."""
+    """What a leaf was before views, casts and paddings of nothing that left its sizes and bits as they are."""
     node = leaf
-    while _only_moves(node):
+    while _only_moves(node) and not is_narrowing(node):
         source = node.args[0]
         if not isinstance(source, fx.Node) or not is_float(source) or _wide(source) != _wide(node):
             break

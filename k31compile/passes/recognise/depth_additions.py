@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import k31compile.kernels  # noqa: F401
-from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.dataflow import ATEN, Dataflow, dataflow_of
 from k31compile.graph.rewrite import same_strides, sort_topologically
 from k31compile.graph.sizes import value_of
 from k31compile.passes.recognise.shared_depth import call
@@ -19,10 +19,10 @@ UPDATE = torch.ops.k31.attn_res_update.default
 
 def take_in_additions(module: fx.GraphModule) -> int:
     """Give each update its running sum as two terms where an add made it, in place; how many were."""
-    taken = 0
+    taken, flow = 0, dataflow_of(module.graph)
     for update in module.graph.find_nodes(op="call_function", target=UPDATE):
         added = _addition(update)
-        if added is not None and _may_wait(Dataflow(module.graph), added, update):
+        if added is not None and _may_wait(flow, added, update):
             _take_in(module.graph, added, update)
             taken += 1
     if taken:

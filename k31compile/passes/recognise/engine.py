@@ -3,6 +3,7 @@
 A recogniser declares where an operator may be and what it computes; everything else is here.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from torch import fx
 
 from k31compile.graph.confirm import Confirmation, Mismatch, Reading, confirm
 from k31compile.graph.cuts import Eligible, Leak, find_leaves
-from k31compile.graph.dataflow import Dataflow
-from k31compile.graph.region import Region
-from k31compile.graph.rewrite import replace_outputs
+from k31compile.graph.dataflow import Dataflow, dataflow_of
+from k31compile.graph.equal_regions import find_equal_region
+from k31compile.graph.region import Region, text_of_values
+from k31compile.graph.rewrite import Replacement, insert_replacements, trace_replacement
 from k31compile.graph.sizes import nbytes_of
 from k31compile.graph.source import source_line
 from k31compile.report import Refusal
@@ -81,23 +83,13 @@ class Findings:
     confirmations: list[Confirmation] = field(default_factory=list)
 
 
-def recognise(module: fx.GraphModule, recogniser: Recogniser) -> Findings:
-    """Rewrite every region of `module` that the recogniser confirms; refuse the others with their reasons."""
-    findings = Findings()
-    tried: set[fx.Node] = set()
-    flow = Dataflow(module.graph)
-    while True:
-        anchor = next((a for a in recogniser.anchors(flow) if a not in tried), None)
-        if anchor is None:
-            return findings
-        tried.add(anchor)
-        outcome = _attempt(module, flow, recogniser, anchor)
-        if isinstance(outcome, Confirmation):
-            findings.fused += 1
-            findings.confirmations.append(outcome)
-            flow = Dataflow(module.graph)
-        elif outcome is not None:
-            findings.refused.append(outcome)
+@dataclass(frozen=True)
+class _Found:
+    """A region that was confirmed, with what will stand for it."""
+
+    confirmation: Confirmation
+    region: Region
+    replacement: Replacement
 
 
 @dataclass(frozen=True)
@@ -106,58 +98,141 @@ class _Reason:
     text: str
 
 
-def _attempt(
-    module: fx.GraphModule, flow: Dataflow, recogniser: Recogniser, anchor: fx.Node
-) -> Confirmation | Refusal | None:
-    best = _Reason(0, "")
-    try:
-        for demand in recogniser.demands(flow, anchor):
-            outcome = _try_demand(module, flow, recogniser, anchor, demand)
-            if isinstance(outcome, Confirmation):
-                return outcome
-            best = max(best, outcome, key=lambda reason: reason.rank)
-    except Mismatch as mismatch:
-        best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
-    if not best.text or not recogniser.resembles(flow, anchor):
-        return None
-    return Refusal(recogniser.name, best.text, source_line(anchor), recogniser.hint(best.text), best.rank >= 2)
+def recognise(module: fx.GraphModule, recogniser: Recogniser) -> Findings:
+    """Rewrite every region of `module` that the recogniser confirms; refuse the others with their reasons.
+
+    Regions of one round are found in the same graph and rewritten together, so that a model's depth costs one index
+    and one sort a round. What a rewrite may have changed, anchors inside it and refusals, is looked at once more.
+    """
+    findings = Findings()
+    settled: set[fx.Node] = set()
+    while True:
+        search = _Search(dataflow_of(module.graph), recogniser)
+        refused = search.attempt_all(settled)
+        if not search.found:
+            findings.refused.extend(refused.values())
+            return findings
+        insert_replacements(module, [one.replacement for one in search.found])
+        settled.difference_update(refused)
+        findings.fused += len(search.found)
+        findings.confirmations.extend(one.confirmation for one in search.found)
 
 
-def _try_demand(
-    module: fx.GraphModule, flow: Dataflow, recogniser: Recogniser, anchor: fx.Node, demand: Demand
-) -> Confirmation | _Reason:
-    leaves = find_leaves(flow, demand.core, demand.eligible, demand.kept, demand.capacity)
-    if isinstance(leaves, Leak):
-        return _Reason(1, _describe_leak(leaves))
-    best = _Reason(0, "")
-    for variant in recogniser.variants(flow, leaves):
+class _Search:
+    """One round over one graph."""
+
+    def __init__(self, flow: Dataflow, recogniser: Recogniser) -> None:
+        self.flow = flow
+        self.recogniser = recogniser
+        self.found: list[_Found] = []
+        self._kinds: dict[str, Region] = {}
+        self._programs: dict[str, Replacement] = {}
+
+    def attempt_all(self, settled: set[fx.Node]) -> dict[fx.Node, Refusal]:
+        """Try the anchors that are not settled; those inside a region found just now wait for the next round."""
+        refused: dict[fx.Node, Refusal] = {}
+        covered: set[fx.Node] = set()
+        for anchor in self.recogniser.anchors(self.flow):
+            if anchor in settled or anchor in covered:
+                continue
+            outcome = self._attempt(anchor)
+            if isinstance(outcome, _Found):
+                if _interleaved(self.flow, outcome.replacement, [one.replacement for one in self.found]):
+                    continue
+                self.found.append(outcome)
+                self._kinds.setdefault(outcome.region.canonical_hash, outcome.region)
+                covered.update(outcome.region.nodes)
+            elif outcome is not None:
+                refused[anchor] = outcome
+            settled.add(anchor)
+        return refused
+
+    def _attempt(self, anchor: fx.Node) -> _Found | Refusal | None:
+        best = _Reason(0, "")
         try:
-            region = Region.between(flow, variant, demand.outputs)
-        except ValueError:
-            continue
-        readings = list(recogniser.readings(flow, anchor, region))
-        if not readings:
-            best = max(best, _Reason(1, _describe_leaves(region.leaves)), key=lambda reason: reason.rank)
-            continue
-        try:
-            reading, confirmation = confirm(
-                readings, f"{recogniser.name}:{region.canonical_hash}:{readings[0].context}"
-            )
-            recogniser.guards(flow, region, reading)
+            equal = self._try_equals(anchor)
+            if equal is not None:
+                return equal
+            for demand in self.recogniser.demands(self.flow, anchor):
+                outcome = self._try_demand(anchor, demand)
+                if isinstance(outcome, _Found):
+                    return outcome
+                best = max(best, outcome, key=lambda reason: reason.rank)
         except Mismatch as mismatch:
             best = max(best, _Reason(2, str(mismatch.args[0])), key=lambda reason: reason.rank)
-            continue
+        if not best.text or not self.recogniser.resembles(self.flow, anchor):
+            return None
+        hint = self.recogniser.hint(best.text)
+        return Refusal(self.recogniser.name, best.text, source_line(anchor), hint, best.rank >= 2)
+
+    def _try_equals(self, anchor: fx.Node) -> _Found | None:
+        """A region equal to one that was found before: an equal layer's, at the cost of a walk."""
+        if not self._kinds:
+            return None
+        for demand in self.recogniser.demands(self.flow, anchor):
+            for known in self._kinds.values():
+                region = find_equal_region(self.flow, known, demand.outputs)
+                outcome = self._try_region(anchor, region) if region is not None else None
+                if isinstance(outcome, _Found):
+                    return outcome
+        return None
+
+    def _try_demand(self, anchor: fx.Node, demand: Demand) -> _Found | _Reason:
+        leaves = find_leaves(self.flow, demand.core, demand.eligible, demand.kept, demand.capacity)
+        if isinstance(leaves, Leak):
+            return _Reason(1, _describe_leak(leaves))
+        best = _Reason(0, "")
+        for variant in self.recogniser.variants(self.flow, leaves):
+            try:
+                region = Region.between(self.flow, variant, demand.outputs)
+            except ValueError:
+                continue
+            outcome = self._try_region(anchor, region)
+            if isinstance(outcome, _Found):
+                return outcome
+            best = max(best, outcome, key=lambda reason: reason.rank)
+        return best
+
+    def _try_region(self, anchor: fx.Node, region: Region) -> _Found | _Reason:
+        readings = self.recogniser.readings(self.flow, anchor, region)
+        first = next(readings, None)
+        if first is None:
+            return _Reason(1, _describe_leaves(region.leaves))
+        key = f"{self.recogniser.name}:{region.canonical_hash}:{first.context}"
         try:
-            replace_outputs(module, _operand_nodes(reading), reading.replaced, reading.build)
+            reading, confirmation = confirm(itertools.chain([first], readings), key)
+            self.recogniser.guards(self.flow, region, reading)
+            return _Found(confirmation, region, self._replacement(key, reading))
+        except Mismatch as mismatch:
+            return _Reason(2, str(mismatch.args[0]))
         except ValueError as error:
-            best = max(best, _Reason(2, str(error)), key=lambda reason: reason.rank)
-            continue
-        return confirmation
-    return best
+            return _Reason(2, str(error))
+
+    def _replacement(self, key: str, reading: Reading) -> Replacement:
+        """The traced program of a reading; equal regions with equal operands share one."""
+        operands = (*reading.region.leaves, *reading.extra_operands)
+        same = f"{key}:{text_of_values((*operands, *reading.replaced))}"
+        known = self._programs.get(same)
+        if known is None:
+            known = self._programs[same] = trace_replacement(operands, reading.replaced, reading.build)
+        return Replacement(operands, reading.replaced, known.program)
 
 
-def _operand_nodes(reading: Reading) -> tuple[fx.Node, ...]:
-    return (*reading.region.leaves, *reading.extra_operands)
+def _interleaved(flow: Dataflow, new: Replacement, others: Sequence[Replacement]) -> bool:
+    """Whether two rewrites could wait for each other: an operator with several outputs waits for all its leaves."""
+
+    def last_leaf(one: Replacement) -> int:
+        return max((flow.position[leaf] for leaf in one.leaves), default=-1)
+
+    def first_output(one: Replacement) -> int:
+        return min(flow.position[output] for output in one.outputs)
+
+    return any(
+        len(new.outputs) + len(other.outputs) > 2
+        and last_leaf(new) > first_output(other)
+        and last_leaf(other) > first_output(new)
+        for other in others
+    )
 
 
 def _describe_leak(leak: Leak) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from k31compile.graph.confirm import BYTE_BUDGET, TOLERANCE, Mismatch, Reading, relative_error
+from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, allowed_bytes, relative_error
 from k31compile.graph.constants import COMPARISONS, plain_floats
 from k31compile.graph.dataflow import ATEN
 from k31compile.graph.region import Region
@@ -89,7 +89,7 @@ class ExpertsReading(Reading):
         smaller = self._smaller()
         if smaller:
             return [{**symbols, **smaller}]
-        if 8 * elements > BYTE_BUDGET // 4:
+        if 8 * elements > allowed_bytes() // 4:
             raise Mismatch("its experts are too large to be run, and two of their sizes are too alike to be made small")
         return [symbols]
 

@@ -16,10 +16,9 @@ from k31compile.graph.sizes import is_float, numel_of, shape_of
 from k31compile.graph.views import CASTS, is_view
 from k31compile.passes.recognise.engine import Demand, Recogniser
 from k31compile.passes.recognise.norm_reading import NormOperands, NormReading
-from k31compile.passes.recognise.norms import Gate, Norm, gates_of, norm_of, opening_of
+from k31compile.passes.recognise.norms import Gate, Norm, ends_of, gates_of, norm_of, opening_of, small_constants
 
 _MOST_ENDS = 5
-_LARGEST_EPS = 0.1
 
 
 class GatedRMSNormRecogniser(Recogniser):
@@ -68,7 +67,7 @@ class GatedRMSNormRecogniser(Recogniser):
             NormOperands(x, gate, weight, norm.width, eps, activation, gate not in normed)
             for x, gate, weight in itertools.permutations(region.leaves)
             if x in normed and gate in opening and weight not in normed and _fit(norm, x, gate, weight, region)
-            for eps in _small_constants(region)
+            for eps in small_constants(region)
             for activation in ("sigmoid", "silu")
         ]
         # The leaves' order by what is around the region: what is remembered of one region serves no other order.
@@ -101,8 +100,7 @@ def _name(node: fx.Node) -> str:
 
 def _ends(flow: Dataflow, norm: Norm, openers: list[fx.Node]) -> list[fx.Node]:
     """Where the operator may end: the farthest product or cast first that has the rows' size and a gate above."""
-    size = numel_of(norm.rows)
-    ends = [node for node in norm.chain if not is_view(node) and is_float(node) and numel_of(node) == size]
+    ends = ends_of(norm)
     while ends and not flow.ancestors([ends[0]], stop=set(openers).__contains__).intersection(openers):
         ends.pop(0)
     return ends[::-1][:_MOST_ENDS]
@@ -145,13 +143,3 @@ def _as_first_written(leaf: fx.Node, with_views: bool) -> fx.Node:
             break
         node = source
     return node
-
-
-def _small_constants(region: Region) -> list[float]:
-    """The numbers in the region that may be eps."""
-    numbers: dict[float, None] = {}
-    for node in region.nodes:
-        for argument in (*node.args, *node.kwargs.values()):
-            if isinstance(argument, float) and 0 < argument < _LARGEST_EPS:
-                numbers[argument] = None
-    return list(numbers)

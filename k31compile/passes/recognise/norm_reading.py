@@ -19,7 +19,7 @@ _LARGE = 1 << 18
 _SMALL_ROWS = 5
 # Enough rounded values for a share of them to mean something, from as few runs as may be.
 _ROUNDED_VALUES, _MOST_RUNS = 4096, 64
-_SHARE = 0.99
+SHARE = 0.99
 _FLOAT32_ERROR = 2e-6
 
 
@@ -136,7 +136,7 @@ class NormReading(Reading):
         drawn = list(self._rounded_runs())
         shares = {cast: _mean([self._share_of_equal(cast, values, got) for values, got in drawn]) for cast in casts}
         best = max(casts, key=lambda cast: shares[cast])
-        if shares[best] < _SHARE:
+        if shares[best] < SHARE:
             raise Mismatch(
                 f"it rounds elsewhere than the operator does: at best {shares[best]:.0%} of its results are equal "
                 "(norm and gate in float32 with one cast at the end are recognised)"
@@ -158,14 +158,7 @@ class NormReading(Reading):
             yield values, run_as_written(self.region, values, self._substitution)[0]
 
     def _share_of_equal(self, cast: str, values: Values, got: torch.Tensor) -> float:
-        """The share of equal numbers, float32's last bits aside; 0 where one is further off than two roundings."""
-        mine = self._call(values, cast, got.dtype).reshape(got.shape).double()
-        theirs = got.double()
-        size = torch.maximum(mine.abs(), theirs.abs()).clamp_min(torch.finfo(torch.float32).tiny)
-        away = ((mine - theirs).abs() / size).nan_to_num(torch.inf)
-        if float(away.max()) > max(2 * coarsest_unit(self.region), _FLOAT32_ERROR):
-            return 0.0
-        return float((away <= _FLOAT32_ERROR).double().mean())
+        return share_of_equal(self.region, self._call(values, cast, got.dtype).reshape(got.shape), got)
 
     def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The operator, its result in the author's shape and dtype."""
@@ -178,6 +171,16 @@ class NormReading(Reading):
         elif result.dim() == old.dim() - 1:
             result = result.unflatten(-1, (-1, self.operands.width))
         return (result,)
+
+
+def share_of_equal(region: Region, mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The share of equal numbers, float32's last bits aside; 0 where one is further off than two roundings."""
+    mine, theirs = mine.double(), theirs.double()
+    size = torch.maximum(mine.abs(), theirs.abs()).clamp_min(torch.finfo(torch.float32).tiny)
+    away = ((mine - theirs).abs() / size).nan_to_num(torch.inf)
+    if float(away.max()) > max(2 * coarsest_unit(region), _FLOAT32_ERROR):
+        return 0.0
+    return float((away <= _FLOAT32_ERROR).double().mean())
 
 
 def _mean(shares: Sequence[float]) -> float:

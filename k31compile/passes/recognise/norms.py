@@ -7,6 +7,7 @@ from math import prod
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
+from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
 from k31compile.graph.views import CASTS, is_view
 
@@ -36,6 +37,7 @@ _OTHER_OPENERS = {
     ATEN.softplus.default,
 }
 _MOST_STEPS = 10
+_LARGEST_EPS = 0.1
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,22 @@ def gates_of(flow: Dataflow, norm: Norm) -> list[Gate]:
     later = [node for node in _openers(flow, above, {norm.anchor, norm.squares}) if numel_of(node) == size]
     before = [node for node in _openers(flow, [norm.rows], set()) if numel_of(node) == size]
     return [Gate(node, True) for node in later] + [Gate(node, False) for node in before]
+
+
+def ends_of(norm: Norm) -> list[fx.Node]:
+    """The products and casts that a norm goes through alone and that have its rows' size, the nearest first."""
+    size = numel_of(norm.rows)
+    return [node for node in norm.chain if not is_view(node) and is_float(node) and numel_of(node) == size]
+
+
+def small_constants(region: Region) -> list[float]:
+    """The numbers in the region that may be eps."""
+    numbers: dict[float, None] = {}
+    for node in region.nodes:
+        for argument in (*node.args, *node.kwargs.values()):
+            if isinstance(argument, float) and 0 < argument < _LARGEST_EPS:
+                numbers[argument] = None
+    return list(numbers)
 
 
 def opening_of(opener: fx.Node) -> fx.Node:

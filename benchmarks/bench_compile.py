@@ -1,0 +1,203 @@
+"""What compiling costs, side by side: k31 and Inductor, each in a process of its own with empty caches.
+
+    python benchmarks/bench_compile.py [--case NAME ...] [--repeats N] [--output FILE]
+
+`first` is the wall time from a built model to its first result, `cpu` the CPU seconds of the process and of all its
+children until then (a compiler that runs beside counts), `passes` the CPU seconds of our passes with all their
+confirmations, all in medians over the repeats, which alternate the variants. `x Inductor` is Inductor's first / this
+one's: above 1 is faster. The library of our C++ kernels is built before: it is made once for an installation.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from k31compile.kernels.cpu.loader import library
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def two_kimi_layers() -> Call:
+    """transformers' kimi_linear: two KDA layers, hidden 256, 4 heads of 64, a prompt of 256 tokens."""
+    import transformers
+
+    config = transformers.KimiLinearConfig(
+        vocab_size=199, hidden_size=256, intermediate_size=512, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["linear_attention"] * 2, linear_head_dim=64, linear_num_heads=4, kv_lora_rank=36,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, mlp_layer_types=["dense", "dense"],
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.KimiLinearForCausalLM(config).eval()
+    return model, (torch.randint(3, 199, (1, 256)),), {"use_cache": False}
+
+
+def shipped(name: str, layers: int | None = None) -> Callable[[], Call]:
+    """An entry of the command line, its model with another number of layers where one is given."""
+
+    def make() -> Call:
+        from k31compile.cli.target import load_entries
+
+        (entry,) = load_entries(name) if layers is None else [_deeper(name, layers)]
+        return entry.model, entry.args, dict(entry.kwargs)
+
+    return make
+
+
+def _deeper(name: str, layers: int) -> Any:
+    """The shipped model of these sizes with as many layers as asked, every fourth one of attention."""
+    from k31compile.cli.entries import _entry
+    from k31compile.model import CONFIGS, K31ForCausalLM
+
+    model_name, _, part = name.partition(":")
+    attention = tuple(range(4, layers + 1, 4))
+    config = CONFIGS[model_name]().replace(num_hidden_layers=layers, full_attention_layers=attention)
+    return _entry(model_name, part, K31ForCausalLM(config).eval(), config, "fp32")
+
+
+CASES: dict[str, tuple[Callable[[], Call], tuple[str, ...]]] = {
+    "kimi_linear, 2 KDA layers, T=256": (two_kimi_layers, ("k31 ops", "k31 built", "inductor")),
+    "pico prefill": (shipped("pico:prefill"), ("k31 ops", "k31 built", "inductor")),
+    "pico decode": (shipped("pico:decode"), ("k31 ops", "k31 built", "inductor")),
+    "tiny decode, 9 layers": (shipped("tiny:decode", 9), ("k31 nested", "k31 ops")),
+    "tiny decode, 93 layers": (shipped("tiny:decode", 93), ("k31 nested", "k31 ops")),
+}
+
+
+def measure(case: str, variant: str) -> dict[str, Any]:
+    """Compile one case in this process and say what it cost."""
+    import k31compile.backend
+
+    model, args, kwargs = CASES[case][0]()
+    spent = [0.0]
+    plain = k31compile.backend.run_pipeline
+
+    def run_pipeline(*arguments: Any) -> Any:
+        start = time.process_time()
+        try:
+            return plain(*arguments)
+        finally:
+            spent[0] += time.process_time() - start
+
+    k31compile.backend.run_pipeline = run_pipeline
+    start, cpu = time.perf_counter(), _cpu_seconds()
+    with torch.no_grad():
+        if variant == "inductor":
+            torch.compile(model, dynamic=False)(*args, **kwargs)
+        elif variant == "k31 nested":
+            k31compile.compile(model, codegen="ops")(*args, **kwargs)
+        else:
+            options = {"codegen": "ops" if variant == "k31 ops" else "inductor"}
+            torch.compile(model, backend="k31", options=options, dynamic=False)(*args, **kwargs)
+    first = time.perf_counter() - start
+    _join_workers()
+    report = k31compile.last_report() if variant != "inductor" else None
+    return {
+        "first": first,
+        "cpu": _cpu_seconds() - cpu,
+        "passes": spent[0],
+        "fused": sum(report.fused.values()) if report else 0,
+    }
+
+
+def _cpu_seconds() -> float:
+    """CPU seconds of this process and of the children that have ended."""
+    return sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    )
+
+
+def _join_workers() -> None:
+    """End Inductor's worker processes, so that their seconds are counted."""
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()
+
+
+def measure_elsewhere(case: str, variant: str) -> dict[str, Any]:
+    """The same in a fresh process with empty caches of Inductor."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "K31_LOG": "error"}
+        command = [sys.executable, "-P", str(Path(__file__).resolve()), "--one", case, variant]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{case}, {variant} failed: {done.stderr.strip().splitlines()[-1]}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    """Measure the cases, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=list(CASES), help="only these")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="write the rows as JSON")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.one:
+        print(json.dumps(measure(*chosen.one)))
+        return
+    library()
+    rows = []
+    for case in chosen.case or CASES:
+        variants = CASES[case][1]
+        runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
+        for _ in range(chosen.repeats):
+            for variant in variants:
+                runs[variant].append(measure_elsewhere(case, variant))
+                print(f"{case}, {variant}: {runs[variant][-1]}", file=sys.stderr)
+        rows += [_row(case, variant, runs) for variant in variants]
+    _print(rows)
+    if chosen.output:
+        chosen.output.write_text(json.dumps({"rows": rows, "torch": torch.__version__}, indent=1))
+
+
+def _row(case: str, variant: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def median(of: str, key: str) -> float:
+        return statistics.median(run[key] for run in runs[of])
+
+    row: dict[str, Any] = {"case": case, "variant": variant, "fused": runs[variant][0]["fused"]}
+    row |= {key: median(variant, key) for key in ("first", "cpu", "passes")}
+    if "inductor" in runs:
+        row["first ratio"] = median("inductor", "first") / row["first"]
+        row["cpu ratio"] = median("inductor", "cpu") / row["cpu"]
+    return row
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    table = Table(title=f"compiling, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for column in (
+        "case",
+        "variant",
+        "first s",
+        "cpu s",
+        "passes cpu s",
+        "fused",
+        "first x Inductor",
+        "cpu x Inductor",
+    ):
+        table.add_column(column)
+    for row in rows:
+        ratios = [f"{row[key]:.2f}" if key in row else "" for key in ("first ratio", "cpu ratio")]
+        seconds = [f"{row[key]:.1f}" for key in ("first", "cpu", "passes")]
+        table.add_row(row["case"], row["variant"], *seconds, str(row["fused"]), *ratios)
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
