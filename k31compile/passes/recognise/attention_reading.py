@@ -68,6 +68,7 @@ class AttentionReading(Reading):
         self._candidates: list[tuple[Visibility, float]] = []
         self._seen: list[tuple[Mapping[fx.Node, torch.Tensor], torch.Tensor]] = []
         self._compared = 0
+        self._checked = 0  # how many of the samples seen the first candidate has passed
 
     def _letters_under(self, substitution: Substitution) -> dict[str, int]:
         index_shape = shape_under(self.found.indices, substitution)
@@ -162,8 +163,9 @@ class AttentionReading(Reading):
         if not self._candidates:
             self._candidates = list(itertools.product(self._visibilities(sample), self._scales()))
         while self._candidates:
-            errors = [self._error(*seen, *self._candidates[0]) for seen in reversed(self._seen)]
+            errors = [self._error(*seen, *self._candidates[0]) for seen in reversed(self._seen[self._checked :])]
             if max(errors) < TOLERANCE and not self._is_too_thin():
+                self._checked = len(self._seen)
                 self.learned = dict(zip(("visibility", "scale"), self._candidates[0], strict=True))
                 return max(errors)
             self._drop_equal_candidates(sample)
@@ -222,6 +224,7 @@ class AttentionReading(Reading):
 
     def _drop_equal_candidates(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
         """Drop the first candidate; on the first sample also those that say the same of every row."""
+        self._checked = 0
         visibility, scale = self._candidates[0]
         seen = self._visible(sample, visibility)
         only = len(self._seen) == 1
