@@ -143,7 +143,7 @@ class BlasDecode(nn.Module):
         q, k, a, v, b = p.split(sizes, -1)
         q = F.normalize(q.reshape(n, 1, self.dk), dim=2)
         k = F.normalize(k.reshape(n, 1, self.dk), dim=2)
-        S = S * torch.sigmoid(a).pow(0.5).reshape(n, self.dk, 1)
+        S = S * torch.exp(-F.softplus(a)).reshape(n, self.dk, 1)
         r = v.reshape(n, 1, self.dv) - torch.bmm(k, S)
         S = torch.baddbmm(S, k.transpose(1, 2) * torch.sigmoid(b).reshape(n, 1, 1), r)
         y = torch.bmm(q, S) * self.dk**-0.5

@@ -105,16 +105,17 @@ class SdpaModel(nn.Module):
 
 # 5. Somebody from numpy: take_along_dim, a softmax by hand with the maximum taken off.
 class NumpyMinded(nn.Module):
-    def __init__(self, d=18, h=2, c=10):
+    def __init__(self, d=18, h=3, c=10, k=4):
         super().__init__()
-        self.h, self.c = h, c
+        self.h, self.c, self.k = h, c, k
         self.Wq = nn.Parameter(torch.randn(d, h * c) / d**0.5)
         self.Wc = nn.Parameter(torch.randn(d, c) / d**0.5)
         self.Wo = nn.Parameter(torch.randn(h, c, d) / (h * c) ** 0.5)
 
-    def forward(self, x, idx):
+    def forward(self, x, scores):
         B, T, _ = x.shape
-        K = idx.shape[-1]
+        K = self.k
+        idx = torch.topk(scores, K, dim=-1).indices
         q = (x @ self.Wq).reshape(B, T, self.h, self.c)
         lat = x @ self.Wc
         picked = torch.take_along_dim(lat[:, None], idx[..., None].expand(B, T, K, self.c), dim=2)
@@ -170,5 +171,5 @@ STRANGERS = [
         ONE,
     ),
     Stranger("sdpa_model", lambda: (SdpaModel(), (torch.randn(2, 10, 24), causal_choice(2, 10, 5))), ONE),
-    Stranger("numpy_minded", lambda: (NumpyMinded(), (torch.randn(2, 8, 18), causal_choice(2, 8, 3))), ONE),
+    Stranger("numpy_minded", lambda: (NumpyMinded(), (torch.randn(2, 8, 18), torch.rand(2, 8, 8) + torch.eye(8))), ONE),
 ]
