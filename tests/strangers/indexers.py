@@ -33,9 +33,7 @@ class Indexer(nn.Module):
         q = self.wq_b(qr).view(bsz, seqlen, self.n_heads, self.head_dim)
         q_pe, q_nope = torch.split(q, [self.rope_dim, self.head_dim - self.rope_dim], dim=-1)
         q = torch.cat([apply_rotary_emb(q_pe, cos[:, None], sin[:, None]), q_nope], dim=-1)
-        k_pe, k_nope = torch.split(
-            self.k_norm(self.wk(x)), [self.rope_dim, self.head_dim - self.rope_dim], dim=-1
-        )
+        k_pe, k_nope = torch.split(self.k_norm(self.wk(x)), [self.rope_dim, self.head_dim - self.rope_dim], dim=-1)
         k = torch.cat([apply_rotary_emb(k_pe, cos, sin), k_nope], dim=-1)
         self.k_cache[:bsz, start_pos:end_pos] = k
         weights = self.weights_proj(x) * self.n_heads**-0.5
