@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from stranger import Stranger, sorted_choice
+from stranger import Stranger, seen_choice, sorted_choice
 from torch import nn
 
 
@@ -56,7 +56,7 @@ class LightningIndexer(nn.Module):
         self.register_buffer("bias", torch.tril(torch.ones(block_size, block_size)).view(1, block_size, block_size))
 
     def forward(self, x):
-        B, T, C = x.size()
+        B, T, _C = x.size()
         q = self.q_proj(x).view(B, T, self.h, self.d).transpose(1, 2)  # (B, h, T, d)
         k = self.k_proj(x)[:, None]  # (B, 1, T, d)
         w = self.w_proj(x).transpose(1, 2)[..., None]  # (B, h, T, 1)
@@ -140,9 +140,9 @@ STRANGERS = [
         "inference_script",
         lambda: (Indexer(), (torch.randn(2, 9, 24), torch.randn(2, 9, 10), 0, True)),
         ONE,
-        meaning=sorted_choice,
+        meaning=seen_choice,
     ),
-    Stranger("from_the_paper", lambda: (LightningIndexer(), (torch.randn(2, 11, 18),)), ONE, meaning=sorted_choice),
+    Stranger("from_the_paper", lambda: (LightningIndexer(), (torch.randn(2, 11, 18),)), ONE, meaning=seen_choice),
     Stranger("jax_where", lambda: (JaxIndexer(), (torch.randn(2, 13, 22),)), ONE, meaning=sorted_choice),
     Stranger(
         "paged_decode",

@@ -160,7 +160,7 @@ def model_file_chunk(query, key, value, g, beta, initial_state, chunk_size=64, o
 
 # 4. A kernel's golden: 16 rows, e^G and e^-G as factors, (I - L)(I + L^2)(I + L^4)(I + L^8), states [V, K].
 def golden_chunk(q, k, v, g, beta, state):
-    B, T, H, K = q.shape
+    _B, T, _H, K = q.shape
     C = 16
     n = math.ceil(T / C)
     padded = n * C - T

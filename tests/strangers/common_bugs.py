@@ -346,3 +346,10 @@ def one_zero_row(args):
 
 
 ADVERSARIES = (scaled(1.0), scaled(300.0), scaled(1e-3), alike, one_zero_row)
+# Equal scores are anybody's choice, and scores that underflow are equal: what selects gets other inputs.
+SELECTING = (scaled(1.0), scaled(10.0), scaled(1e-3))
+
+
+def adversaries_of(name):
+    """Return the inputs for a near miss."""
+    return SELECTING if name.startswith(("WrongIndexer", "WrongRouter", "WrongExperts")) else ADVERSARIES
