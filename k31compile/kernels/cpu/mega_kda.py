@@ -83,8 +83,8 @@ def _declines(
     norm_weight: torch.Tensor | None = None,
     **options: Any,
 ) -> str | None:
-    for name, tensors in (("x", x), ("conv_weight", conv_weight), ("conv_state", conv_state or ())):
-        for tensor in tensors:
+    for name, tensors in (("x", x), ("conv_weight", conv_weight), ("conv_state", conv_state)):
+        for tensor in () if tensors is None else tensors:
             if unread := calls.unread(**{name: tensor}):
                 return unread
     named = {"raw_gate": raw_gate, "a_log": a_log, "dt_bias": dt_bias, "raw_beta": raw_beta, "state": state}
