@@ -3,8 +3,9 @@
     python benchmarks/transformers_counts.py [--json]
 
 Each model runs four ways on small random weights: one call; `generate` with a static cache; the same for a left-padded
-batch whose prompts come in chunks; and `generate` that compiles its own steps. `tokens` compares the greedy tokens
-with eager ones, exactly. Ends with 1 where something is missing, breaks the graph or differs. Needs the extra `hf`.
+batch whose prompts come in chunks ("padded chunks"); and `generate` that compiles its own steps by its `compile_config`
+("own compile"). `tokens` compares the greedy tokens with eager ones, exactly. Ends with 1 where something is missing,
+breaks the graph or differs. Needs the extra `hf`.
 """
 
 import sys
@@ -29,8 +30,8 @@ LENGTH, NEW, CHUNK, PADDING = 30, 5, 15, 7
 CALLS = {
     "one call": ["prefill"],
     "generate": ["prefill", "decode"],
-    "generate, padded, in chunks": ["first chunk", "next chunk", "decode"],
-    "generate, compiling itself": ["decode"],
+    "padded chunks": ["first chunk", "next chunk", "decode"],
+    "own compile": ["decode"],
 }
 # What a layer has, and the operators that serve it; one that takes in its neighbours serves them too.
 PARTS = {
@@ -67,7 +68,7 @@ class Row:
 def run(model: Any, call: str, is_compiled: bool) -> torch.Tensor:
     """The greedy tokens of one way to call the model, compiled by k31 or eager."""
     ids, mask = prompts(LENGTH, PADDING if "padded" in call else 0)
-    with_config = is_compiled and call == "generate, compiling itself"
+    with_config = is_compiled and call == "own compile"
     if is_compiled and not with_config:
         model.forward = torch.compile(model.forward, backend="k31", options=OPTIONS)
     if call == "one call":
