@@ -12,7 +12,7 @@ from networkx.algorithms.flow import shortest_augmenting_path
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
-from k31compile.graph.sizes import is_integer, nbytes_of
+from k31compile.graph.sizes import is_integer, nbytes_of, numel_of
 from k31compile.graph.views import is_view, same_size_base
 
 Eligible = Callable[[fx.Node], bool]
@@ -47,7 +47,7 @@ def find_leaves(
     for _ in range(4):
         if isinstance(found, Leak):
             return found
-        dependent = _dependent(flow, found, kept) or _slices_of_one(flow, found)
+        dependent = _dependent(flow, found, kept) or _slices_of_one(flow, found, eligible)
         if not dependent:
             return found
         inside |= dependent
@@ -70,11 +70,11 @@ def _dependent(flow: Dataflow, leaves: Iterable[fx.Node], kept: Collection[fx.No
     return inside
 
 
-def _slices_of_one(flow: Dataflow, leaves: Iterable[fx.Node]) -> set[fx.Node]:
-    """Three or more leaves that are slices of one tensor, as an unrolled loop over heads leaves them."""
+def _slices_of_one(flow: Dataflow, leaves: Iterable[fx.Node], eligible: Eligible) -> set[fx.Node]:
+    """Three or more leaves that are slices of one tensor, as an unrolled loop over heads or tokens leaves them."""
     by_base: dict[fx.Node, list[fx.Node]] = {}
     for leaf in leaves:
-        base = _sliced_base(leaf)
+        base = _sliced_base(leaf, eligible)
         if base is not leaf:
             by_base.setdefault(base, []).append(leaf)
     inside: set[fx.Node] = set()
@@ -84,10 +84,14 @@ def _slices_of_one(flow: Dataflow, leaves: Iterable[fx.Node]) -> set[fx.Node]:
     return inside
 
 
-def _sliced_base(node: fx.Node) -> fx.Node:
-    while is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+def _sliced_base(node: fx.Node, eligible: Eligible) -> fx.Node:
+    """The farthest value behind slices that may itself be a leaf, or what they all started from."""
+    base, highest = node, None
+    while is_view(base) and isinstance(base.args[0], fx.Node):
+        base = base.args[0]
+        # One projection may hold queries, keys and values: the whole of it is nobody's operand.
+        highest = base if eligible(base) and numel_of(base) > numel_of(node) else highest
+    return highest or base
 
 
 def _nearest_cut(

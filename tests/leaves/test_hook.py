@@ -8,6 +8,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 import k31compile
+from k31compile.backend import k31
 from k31compile.leaves import hook
 
 OPS = {"codegen": "ops", "fuse": ["kda_chunk", "kda_recurrent"]}
@@ -144,16 +145,10 @@ def test_another_compile_inside_ours_is_not_ours():
         seen.append([hasattr(node.target, "k31_leaf") for node in module.graph.nodes].count(True))
         torch.compile(Steps(), backend=inner)(*functions.operands(4))
         assert hook.current() is not None
-        return k31compile.backend.k31(module, example_inputs, options=OPS)
+        return k31(module, example_inputs, options=OPS)
 
-    import k31compile.backend
-
-    unwrapped = k31compile.backend._options_of
-    try:
-        outer.compiler_fn = k31compile.backend.k31
-        torch.compile(Steps(), backend=outer)(*tensors)
-    finally:
-        assert k31compile.backend._options_of is unwrapped
+    outer.compiler_fn = k31  # as the wrapper of torch.compile says for whom it compiles
+    torch.compile(Steps(), backend=outer)(*tensors)
     assert seen[0] == 1
     assert all(count > 40 for count in seen[1:])
     assert hook.current() is None

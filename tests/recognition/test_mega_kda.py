@@ -12,7 +12,6 @@ NAME = "mega_kda"
 H, K, V, TAPS, LB = 3, 6, 7, 4, -5.0
 CHANNELS = 2 * H * K + H * V
 LEFT_IN_PARTS = {
-    "decode_step_in_place": "no short convolution that was fused",  # a cache that is rolled in place
     "token_by_token": "value inside",  # a norm for each token
 }
 SERVED = {"output_gate_before_the_norm", "swish_output_gate", "window_of_activated_inputs"}

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from stranger import Stranger, sorted_choice
+from stranger import Stranger, seen_choice, sorted_choice
 from torch import nn
 
 
@@ -33,9 +33,7 @@ class Indexer(nn.Module):
         q = self.wq_b(qr).view(bsz, seqlen, self.n_heads, self.head_dim)
         q_pe, q_nope = torch.split(q, [self.rope_dim, self.head_dim - self.rope_dim], dim=-1)
         q = torch.cat([apply_rotary_emb(q_pe, cos[:, None], sin[:, None]), q_nope], dim=-1)
-        k_pe, k_nope = torch.split(
-            self.k_norm(self.wk(x)), [self.rope_dim, self.head_dim - self.rope_dim], dim=-1
-        )
+        k_pe, k_nope = torch.split(self.k_norm(self.wk(x)), [self.rope_dim, self.head_dim - self.rope_dim], dim=-1)
         k = torch.cat([apply_rotary_emb(k_pe, cos, sin), k_nope], dim=-1)
         self.k_cache[:bsz, start_pos:end_pos] = k
         weights = self.weights_proj(x) * self.n_heads**-0.5
@@ -58,7 +56,7 @@ class LightningIndexer(nn.Module):
         self.register_buffer("bias", torch.tril(torch.ones(block_size, block_size)).view(1, block_size, block_size))
 
     def forward(self, x):
-        B, T, C = x.size()
+        B, T, _C = x.size()
         q = self.q_proj(x).view(B, T, self.h, self.d).transpose(1, 2)  # (B, h, T, d)
         k = self.k_proj(x)[:, None]  # (B, 1, T, d)
         w = self.w_proj(x).transpose(1, 2)[..., None]  # (B, h, T, 1)
@@ -142,9 +140,9 @@ STRANGERS = [
         "inference_script",
         lambda: (Indexer(), (torch.randn(2, 9, 24), torch.randn(2, 9, 10), 0, True)),
         ONE,
-        meaning=sorted_choice,
+        meaning=seen_choice,
     ),
-    Stranger("from_the_paper", lambda: (LightningIndexer(), (torch.randn(2, 11, 18),)), ONE, meaning=sorted_choice),
+    Stranger("from_the_paper", lambda: (LightningIndexer(), (torch.randn(2, 11, 18),)), ONE, meaning=seen_choice),
     Stranger("jax_where", lambda: (JaxIndexer(), (torch.randn(2, 13, 22),)), ONE, meaning=sorted_choice),
     Stranger(
         "paged_decode",

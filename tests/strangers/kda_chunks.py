@@ -138,9 +138,7 @@ def model_file_chunk(query, key, value, g, beta, initial_state, chunk_size=64, o
     value = attn @ v_beta
     k_cumdecay = attn @ (k_beta * g.exp())
     last_recurrent_state = (
-        torch.zeros(batch_size, num_heads, k_head_dim, v_head_dim)
-        if initial_state is None
-        else initial_state.to(value)
+        torch.zeros(batch_size, num_heads, k_head_dim, v_head_dim) if initial_state is None else initial_state.to(value)
     )
     core_attn_out = torch.zeros_like(value)
     for i in range(0, total // chunk_size):
@@ -162,7 +160,7 @@ def model_file_chunk(query, key, value, g, beta, initial_state, chunk_size=64, o
 
 # 4. A kernel's golden: 16 rows, e^G and e^-G as factors, (I - L)(I + L^2)(I + L^4)(I + L^8), states [V, K].
 def golden_chunk(q, k, v, g, beta, state):
-    B, T, H, K = q.shape
+    _B, T, _H, K = q.shape
     C = 16
     n = math.ceil(T / C)
     padded = n * C - T
@@ -225,9 +223,7 @@ def helper_chunk(q, k, v, log_decay, beta, past_memory=None, chunk_size=32):
     values, keys_decayed = tri @ (v * beta), tri @ (k * beta * cum.exp())
     memory = default(past_memory, torch.zeros(b, h, d, v.shape[-1]))
     retrieved = []
-    for chunk in zip(
-        *(t.unbind(dim=2) for t in (q, k, values, keys_decayed, cum, sim_qk)), strict=True
-    ):
+    for chunk in zip(*(t.unbind(dim=2) for t in (q, k, values, keys_decayed, cum, sim_qk)), strict=True):
         cq, ck, cv, ckd, cc, csim = chunk
         delta = cv - torch.einsum("bhnd,bhde->bhne", ckd, memory)
         retrieved.append(

@@ -53,7 +53,7 @@ def naive_recurrent_kda(q, k, v, g, beta, scale=None, initial_state=None, output
     B, T, H, K, V = *q.shape, v.shape[-1]
     if scale is None:
         scale = K**-0.5
-    q, k, v, g, beta = map(lambda x: x.to(torch.float), [q, k, v, g, beta])  # noqa: C417
+    q, k, v, g, beta = map(lambda x: x.to(torch.float), [q, k, v, g, beta])
     q = q * scale
     S = k.new_zeros(B, H, K, V).to(q)
     if initial_state is not None:
@@ -143,7 +143,7 @@ class BlasDecode(nn.Module):
         q, k, a, v, b = p.split(sizes, -1)
         q = F.normalize(q.reshape(n, 1, self.dk), dim=2)
         k = F.normalize(k.reshape(n, 1, self.dk), dim=2)
-        S = S * torch.exp(-F.softplus(a)).reshape(n, self.dk, 1)
+        S = S * torch.exp(-F.softplus(a.reshape(n, self.dk, 1)))
         r = v.reshape(n, 1, self.dv) - torch.bmm(k, S)
         S = torch.baddbmm(S, k.transpose(1, 2) * torch.sigmoid(b).reshape(n, 1, 1), r)
         y = torch.bmm(q, S) * self.dk**-0.5
@@ -217,6 +217,29 @@ class PoolDecode(nn.Module):
         return ((h * q.unsqueeze(-2)).sum(-1) * self.dk**-0.5).flatten(1)
 
 
+# 7. After the paper's formulas: alpha in (0, 1) by a sigmoid, or an exponential that is taken before heads are split.
+class PaperAlpha(nn.Module):
+    def __init__(self, alpha, d=16, h=3, dk=6, dv=10):
+        super().__init__()
+        self.alpha, self.h = alpha, h
+        self.w = nn.ModuleDict(
+            {n: nn.Linear(d, h * s) for n, s in {"q": dk, "k": dk, "v": dv, "a": dk, "b": 1}.items()}
+        )
+
+    def forward(self, x, S):
+        split = lambda name: self.w[name](x).unflatten(-1, (self.h, -1))  # noqa: E731
+        q, k = F.normalize(split("q"), dim=-1), F.normalize(split("k"), dim=-1)
+        alpha = self.alpha(self.w["a"](x)).unflatten(-1, (self.h, -1))
+        S = alpha.unsqueeze(-1) * S
+        error = split("v") - torch.einsum("bhkv,bhk->bhv", S, k)
+        S = S + torch.einsum("bhk,bhv->bhkv", torch.sigmoid(split("b")) * k, error)
+        return torch.einsum("bhkv,bhk->bhv", S, q), S
+
+
+def flat_decay(a):
+    return torch.exp(-F.softplus(a))
+
+
 def with_inputs(make, *shapes):
     return lambda: (make(), tuple(torch.randn(*shape) for shape in shapes))
 
@@ -235,5 +258,17 @@ STRANGERS = [
         "state_pool",
         lambda: (PoolDecode(), (torch.randn(3, 26), torch.tensor([4, 1, 2]))),
         {"kda_recurrent": 1},
+    ),
+    Stranger(
+        "flat_decay",
+        with_inputs(lambda: PaperAlpha(flat_decay), (2, 16), (2, 3, 6, 10)),
+        {"kda_recurrent": 1},
+        limit="the exponential is taken before the heads are split: no gate of a head's shape",
+    ),
+    Stranger(
+        "sigmoid_alpha",
+        with_inputs(lambda: PaperAlpha(torch.sigmoid), (2, 16), (2, 3, 6, 10)),
+        {"kda_recurrent": 1},
+        limit="a decay that is no exponential is no anchor",
     ),
 ]

@@ -47,7 +47,7 @@ class PlainGate(nn.Module):
         self.route_scale = 1.7
 
     def forward(self, x):
-        B, T, C = x.shape
+        B, T, _C = x.shape
         affinity = torch.sigmoid(self.gate(x))
         _, index = (affinity + self.expert_bias).topk(self.n_active, dim=-1)
         weight = affinity.gather(-1, index)

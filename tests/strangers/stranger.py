@@ -34,6 +34,12 @@ def sorted_choice(indices: torch.Tensor) -> torch.Tensor:
     return indices.sort(dim=-1).values
 
 
+def seen_choice(indices: torch.Tensor) -> torch.Tensor:
+    """Return what rows 0, 1, ... choose among the keys that they see; scores of -inf are in no order."""
+    rows = torch.arange(indices.shape[-2])[:, None]
+    return sorted_choice(indices.masked_fill(indices > rows, -1))
+
+
 @dataclass
 class Outcome:
     """What a compile made of a stranger: counts, sentences, and the worst relative distance from eager."""

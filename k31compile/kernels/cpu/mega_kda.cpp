@@ -2,8 +2,10 @@
 // to its rows of the gated norm. What passes from one part to the next never leaves the nearest caches.
 #include <omp.h>
 
+#include "activation.h"
 #include "delta_step.h"
 #include "gated_rms_norm.h"
+#include "numbers.h"
 #include "short_conv.h"
 
 namespace k31 {
@@ -50,10 +52,6 @@ struct MegaCall {
     int64_t channels() const { return heads * (2 * width + depth); }
 };
 
-template <int64_t ACTIVATION, bool GATE_FIRST, int64_t WEIGHT_CAST> struct OneRow {
-    static void run(const NormCall& call) { GatedRow<ACTIVATION, GATE_FIRST, WEIGHT_CAST>(call, 0).run(); }
-};
-
 inline Operand moved(Operand from, int64_t numbers) {
     if (from.data) from.data += numbers * size_of(from.dtype);
     return from;
@@ -84,12 +82,7 @@ struct Layer {
         core = from.take<float>(tokens * of.depth);
         rounded_core = from.take<char>(of.depth * 2);
         int64_t most = 0;
-        for (int s = 0; s < STREAMS; s++) {
-            const ConvCall conv = convolution(s);
-            Carver measure(nullptr);
-            ConvTile(measure, conv);
-            most = std::max(most, measure.used());
-        }
+        for (int s = 0; s < STREAMS; s++) most = std::max(most, scratch_of_one_request(convolution(s)));
         tile = from.take<char>(most);
     }
 
@@ -132,15 +125,7 @@ struct Layer {
 
     void convolve(int s) const {
         const ConvCall conv = convolution(s);
-        Carver carver(tile);
-        ConvTile part(carver, conv);
-        for (int64_t chunk = 0; chunk < part.chunks(); chunk++) {
-            part.choose(chunk);
-            part.pack();
-            if (call.taps == COMMON_TAPS) part.run<COMMON_TAPS>(0, 0, call.tokens);
-            else part.run<0>(0, 0, call.tokens);
-            part.keep(0);
-        }
+        convolve_one_request(conv, tile);
         const int64_t before = s * call.heads * call.width + head * call.size(s), size = size_of(call.conv_dtype);
         for (int64_t j = 0; j < call.taps - 1; j++) {
             char* to = call.new_conv + ((request * (call.taps - 1) + j) * call.channels() + before) * size;
@@ -234,7 +219,7 @@ struct Layer {
                             1,
                             call.result + row * call.depth * size_of(call.result_dtype),
                             call.result_dtype};
-        variant_of<OneRow>(norm)(norm);
+        norm_one_row(norm);
     }
 };
 

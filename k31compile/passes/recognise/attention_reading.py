@@ -118,7 +118,7 @@ class AttentionReading(Reading):
         b, t, k, s = (self._letters[x] for x in "btks")
         sample: dict[fx.Node, torch.Tensor] = {}
         # Extremes show what clamps or caps: the largest logits make the softmax a choice of one key.
-        extreme = (1.0, 1e-6, 1e6, 1.0)[trial % 4]
+        extreme = (1.0, 1e-6, self._largest_queries(), 1.0)[trial % 4]
         for query in self.form.queries:
             sample |= query.place(extreme * spread(self._canonical_shape(query), generator, 1, 3))
         far = (1.0, 1.0, 1.0, 1e6)[trial % 4]
@@ -136,6 +136,10 @@ class AttentionReading(Reading):
         restored = self.index_layout.restore(rows, value_of(self.found.indices).dim())
         sample[self.found.indices] = restored.to(value_of(self.found.indices).dtype).contiguous()
         return sample
+
+    def _largest_queries(self) -> float:
+        """exp(x - logsumexp(x)) loses digits as x grows: its logits stay where more are left than are compared."""
+        return 1e5 if any(node.target is ATEN.logsumexp.default for node in self.region.nodes) else 1e6
 
     def _canonical_shape(self, operand: Dense) -> tuple[int, ...]:
         return tuple(operand.size(letter, self._sizes) for letter in operand.layout.letters)

@@ -118,7 +118,8 @@ def _exits(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
     """Floats of the experts' shape on the way of all weights from the selection, the last first."""
     selection = _selection(flow, anchor)
     assert selection is not None
-    shape, limit = shape_of(selection.final), numel_of(selection.final)
+    # As far as one-hot rows of the chosen reach; what experts compute is larger.
+    shape, limit = shape_of(selection.final), numel_of(selection.final) * shape_of(selection.scores)[selection.dim]
     near = {anchor, *flow.users[anchor]}
     start = [anchor, selection.final]
     reached = flow.descendants(start, stop=lambda node: node not in near and numel_of(node) > limit)

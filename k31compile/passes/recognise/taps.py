@@ -7,14 +7,16 @@ from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, is_tensor, numel_of, shape_of
-from k31compile.graph.views import CASTS, is_view
+from k31compile.graph.views import CASTS, behind_views_and_casts, is_view
 from k31compile.passes.recognise.contractions import contracted_sizes, is_contraction, operands
+from k31compile.passes.recognise.operands import is_parameter
 
 MOST_TAPS = 16
 _CONVOLUTIONS = {ATEN.conv1d.default, ATEN.conv1d.padding, ATEN.conv2d.default, ATEN.convolution.default}
 _JOINS = {ATEN.cat.default, ATEN.pad.default, ATEN.constant_pad_nd.default}
+_WRITES = {ATEN.select_scatter.default, ATEN.slice_scatter.default}
 _MOVES = {ATEN.unfold.default, ATEN.index.Tensor, ATEN.masked_fill.Scalar, ATEN.roll.default}
-_SHIFTS = {*_JOINS, *_MOVES, ATEN.slice.Tensor, ATEN.select.int}
+_SHIFTS = {*_JOINS, *_WRITES, *_MOVES, ATEN.slice.Tensor, ATEN.select.int}
 _KEEPS = {ATEN.gather.default, *CASTS}
 _SIGMOIDS = {ATEN.sigmoid.default, ATEN.exp.default, ATEN.neg.default, ATEN.add.Tensor, ATEN.reciprocal.default}
 _MOST_STEPS = 12
@@ -48,7 +50,7 @@ def wide(node: fx.Node) -> list[int]:
 def find_taps(flow: Dataflow) -> list[Taps]:
     """Every sum over the taps of a channel: convolutions with a group for each, contractions, sums of products."""
     found = [taps for node in flow.nodes if (taps := _convolution(node) or _contraction(node))]
-    return found + list(_sums_of_products(flow))
+    return [taps for taps in (*found, *_sums_of_products(flow)) if not _depends_on_its_rows(flow, taps)]
 
 
 def shifted(flow: Dataflow, taps: Taps) -> tuple[set[fx.Node], list[fx.Node]]:
@@ -59,13 +61,17 @@ def shifted(flow: Dataflow, taps: Taps) -> tuple[set[fx.Node], list[fx.Node]]:
         way: list[fx.Node] = []
         node = row
         for _ in range(_MOST_STEPS):
-            if node.target not in _SHIFTS and not is_view(node) and node.target not in CASTS:
+            is_copy = node.target is ATEN.copy.default
+            if node.target not in _SHIFTS and not is_view(node) and node.target not in CASTS and not is_copy:
                 break
             way.append(node)
             if node.target in _JOINS:
                 windows[node] = None
                 break
-            source = node.args[0]
+            if node.target in _WRITES:
+                windows[node] = None
+            # A cache written in place is first copied from what it was made of: rolled, or shifted by one.
+            source = node.args[1 if is_copy else 0]
             if not isinstance(source, fx.Node):
                 break
             node = source
@@ -130,6 +136,14 @@ def _weight_above(node: fx.Node) -> tuple[fx.Node, frozenset[fx.Node]] | None:
         way.append(node)
         node = source
     return (node, frozenset(way)) if _is_weight(node) else None
+
+
+def _depends_on_its_rows(flow: Dataflow, taps: Taps) -> bool:
+    """Whether the weight is made of what the rows are made of: a mixture by scores is no convolution."""
+    if behind_views_and_casts(taps.weight).op == "placeholder":
+        return False
+    inputs = {n for n in flow.ancestors([taps.weight]) if n.op == "placeholder" and not is_parameter(n)}
+    return not inputs.isdisjoint(flow.ancestors(taps.rows))
 
 
 def _convolution(node: fx.Node) -> Taps | None:

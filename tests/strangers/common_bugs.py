@@ -125,6 +125,34 @@ CONV_BUGS = (
 )
 
 
+class WrongRoll(nn.Module):
+    def __init__(self, bug, c=14, width=4):
+        super().__init__()
+        self.bug, self.weight = bug, nn.Parameter(torch.randn(c, width))
+
+    def forward(self, x, state):
+        if self.bug == "summed before the cache is rolled":
+            out = F.silu((state * self.weight).sum(-1))
+        state.copy_(
+            state if self.bug == "never rolled" else torch.roll(state, 1 if "other way" in self.bug else -1, -1)
+        )
+        state[:, :, 0 if self.bug == "written at the first place" else -1] = x
+        if self.bug == "an older input is overwritten too":
+            state[:, :, 0] = 0
+        if self.bug != "summed before the cache is rolled":
+            out = F.silu((state * self.weight).sum(-1))
+        return out, state.sum(-1)
+
+
+ROLL_BUGS = (
+    "summed before the cache is rolled",
+    "never rolled",
+    "rolled the other way",
+    "written at the first place",
+    "an older input is overwritten too",
+)
+
+
 class WrongNorm(nn.Module):
     def __init__(self, bug, d=8):
         super().__init__()
@@ -171,6 +199,10 @@ class WrongRouter(nn.Module):
             weights = logits.sigmoid().gather(1, index)
         elif self.bug != "bias in the weights":
             weights = scores.gather(1, index)
+        if "one-hot" in self.bug:
+            rows = F.one_hot(index, self.n).float()
+            rows = rows.cumsum(1) if self.bug == "one-hot rows that add up" else rows
+            weights = torch.einsum("nke,ne->nk", rows, choice if "biased" in self.bug else scores)
         axis = 0 if self.bug == "renormalised over the tokens" else -1
         return weights / weights.sum(axis, keepdim=True), index
 
@@ -180,6 +212,8 @@ ROUTER_BUGS = (
     "groups by their mean",
     "bias in the weights",
     "renormalised over the tokens",
+    "one-hot rows of biased scores",
+    "one-hot rows that add up",
 )
 
 
@@ -240,6 +274,11 @@ class WrongAttention(nn.Module):
             return torch.einsum("bhk,bkc->bhc", logits.softmax(-1).masked_fill(empty, 0), rows)
         if self.bug == "empty slots have logit 0":
             return torch.einsum("bhk,bkc->bhc", logits.masked_fill(empty, 0).softmax(-1), rows)
+        masked = logits.masked_fill(empty, -torch.inf)
+        if self.bug == "a logsumexp before the mask":
+            return torch.exp(masked - logits.logsumexp(-1, keepdim=True)) @ rows
+        if self.bug == "a logsumexp over the heads":
+            return torch.exp(masked - masked.logsumexp(1, keepdim=True)).nan_to_num() @ rows
         capped = 5 * torch.tanh(logits / 5)  # "a soft cap"
         return torch.einsum("bhk,bkc->bhc", capped.masked_fill(empty, -torch.inf).softmax(-1), rows)
 
@@ -250,6 +289,8 @@ ATTENTION_BUGS = (
     "empty slots masked behind the softmax",
     "empty slots have logit 0",
     "a soft cap",
+    "a logsumexp before the mask",
+    "a logsumexp over the heads",
 )
 
 
@@ -316,6 +357,7 @@ NEAR_MISSES = [
     *wrong(WrongStep, STEP_BUGS, (2, 20), (2, 3, 8, 8)),
     *wrong(WrongChunk, CHUNK_BUGS, (2, 27, 16)),
     *wrong(WrongConv, CONV_BUGS, (2, 14, 3), (2, 14, 4)),
+    *wrong(WrongRoll, ROLL_BUGS, (3, 14), (3, 14, 4)),
     *wrong(WrongNorm, NORM_BUGS, (3, 8, 8), (3, 8, 8)),
     *wrong(WrongRouter, ROUTER_BUGS, (7, 16)),
     *wrong(WrongIndexer, INDEXER_BUGS, (2, 5, 18), meaning=sorted_choice),
@@ -346,3 +388,10 @@ def one_zero_row(args):
 
 
 ADVERSARIES = (scaled(1.0), scaled(300.0), scaled(1e-3), alike, one_zero_row)
+# Equal scores are anybody's choice, and scores that underflow are equal: what selects gets other inputs.
+SELECTING = (scaled(1.0), scaled(10.0), scaled(1e-3))
+
+
+def adversaries_of(name):
+    """Return the inputs for a near miss."""
+    return SELECTING if name.startswith(("WrongIndexer", "WrongRouter", "WrongExperts")) else ADVERSARIES
