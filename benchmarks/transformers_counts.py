@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "kimi_linear": (kimi_linear_model, {"KDA": 2, "short conv": 2, "gated norm": 2, "router": 2, "experts": 2}),
     "deepseek_v32": (deepseek_v32_model, {"indexer": 3, "sparse attention": 3, "router": 2, "experts": 2}),
 }
+EXPECTED = len(MODELS) * sum(map(len, CALLS.values()))
 
 
 @dataclass
@@ -115,8 +116,8 @@ def render(rows: list[Row], out: Console) -> None:
             row.model, row.call, row.graph, *parts, str(row.breaks), "equal" if row.tokens_equal else "DIFFER"
         )
     out.print(table)
-    missing = sum(not row.complete for row in rows)
-    out.print(f"{len(rows)} graphs, {missing} of them incomplete" if missing else f"{len(rows)} graphs, all complete")
+    complete = sum(row.complete for row in rows)
+    out.print(f"{complete} of {EXPECTED} graphs complete")
 
 
 def main() -> int:
@@ -130,7 +131,7 @@ def main() -> int:
         for name, call in pairs:
             advance(f"{name}, {call}")
             rows += measure(name, call)
-    complete = len(rows) == len(MODELS) * sum(map(len, CALLS.values())) and all(row.complete for row in rows)
+    complete = len(rows) == EXPECTED and all(row.complete for row in rows)
     data = {"rows": [{**asdict(row), "complete": row.complete} for row in rows], "complete": complete}
     console.emit(data, lambda out: render(rows, out))
     return 0 if complete else 1
