@@ -250,7 +250,7 @@ STRANGERS = [
     Stranger(
         "decode_layer",
         with_inputs(DecodeLayer, (2, 1, 32), (2, 96, 3), (2, 4, 8, 8)),
-        {"kda_recurrent": 1, "short_conv": 1, "gated_rms_norm": 1},
+        {"mega_kda": 1},
     ),
     Stranger("blas_decode", with_inputs(BlasDecode, (2, 18), (6, 5, 7)), {"kda_recurrent": 1}),
     Stranger("jax_scan", with_inputs(JaxLayer, (2, 4, 22)), {"kda_recurrent": 1}),

