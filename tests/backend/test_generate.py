@@ -136,6 +136,27 @@ def test_a_compiled_module_generates_with_its_compiled_self() -> None:
     assert sparse(run) == [SPARSE] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_padding_mask_for_the_history_so_far(attention: str) -> None:
+    """Called by hand: the mask has two dimensions, and the graph makes it as long as the cache."""
+    model = deepseek_v32_model(attention=attention)
+    ids, mask = prompts(37, 7)
+
+    def run(forward: Any) -> torch.Tensor:
+        past = transformers.StaticCache(config=model.config, max_cache_len=48)
+        parts = (forward(ids[:, :36], attention_mask=mask[:, :36], past_key_values=past).logits[:, -1],)
+        return torch.stack((*parts, forward(ids[:, 36:], attention_mask=mask, past_key_values=past).logits[:, -1]))
+
+    with torch.no_grad():
+        want = run(model)
+        known = len(k31compile.reports())
+        got = run(torch.compile(model, backend="k31", options=OPS))
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    reports = k31compile.reports()[known:]
+    assert [{name: report.fused.get(name, 0) for name in SPARSE} for report in reports] == [SPARSE] * 2
+
+
 def forced(model: Any, is_compiled: bool) -> torch.Tensor:
     """Logits of a padded prompt in two chunks and of given steps, so that two runs see the same tokens."""
     ids, mask = prompts(38, 6)

@@ -1,6 +1,7 @@
 """An indexer and the attention behind it under masks that the caller makes: as authors write it, and almost so.
 
-`mask` is boolean [B, 1, T, S], True where a key is seen; `bias` the same as numbers to be added; `pad` integers [B, S].
+`mask` is boolean [B, 1, T, S], True where a key is seen; `bias` the same as numbers to be added; `pad` integers [B, S],
+`history` the first of them.
 """
 
 import torch
@@ -39,6 +40,7 @@ def operands(names, dtype=torch.float32, seed=0, kind="random", rows=T):
         "mask": mask.unsqueeze(1),
         "bias": bias.unsqueeze(1),
         "pad": pad,
+        "history": pad[:, : S - 5].contiguous(),
         "pos": pos,
     }
     return [made[name] for name in names]
@@ -115,6 +117,14 @@ def where_and_gather(qi, ki, wi, q, c, mask):
 def padding_and_position(qi, ki, wi, q, c, pad, pos):
     """One mask made in the graph of a padding mask and of positions."""
     seen = (torch.arange(S) <= pos[..., None]) & (pad != 0)[:, None]
+    chosen = best(scores_of(qi, ki, wi).masked_fill(~seen, -INF))
+    return attend(q, c, (seen & ~unchosen(chosen).squeeze(1)).unsqueeze(1))
+
+
+@program("qi ki wi q c history pos")
+def history_and_position(qi, ki, wi, q, c, history, pos):
+    """The padding mask ends with the history; the rest of the cache is hidden by position."""
+    seen = F.pad(history.bool(), (0, S - history.shape[1]))[:, None] & (torch.arange(S) <= pos[..., None])
     chosen = best(scores_of(qi, ki, wi).masked_fill(~seen, -INF))
     return attend(q, c, (seen & ~unchosen(chosen).squeeze(1)).unsqueeze(1))
 

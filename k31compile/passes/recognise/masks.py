@@ -107,7 +107,8 @@ def _is_given(flow: Dataflow, mask: fx.Node, keys: int) -> bool:
         source = same_size_base(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target in _READS_TRUTH and source is not None and source.op == "placeholder" and is_integer(source):
             shape = shape_of(source)
-            if len(shape) > 1 and shape[-1] == keys:
+            # A padding mask may be as long as the history so far, and be padded up to the cache in the graph.
+            if len(shape) > 1 and (is_boolean(node) or shape[-1] == keys):
                 return True
     return False
 
