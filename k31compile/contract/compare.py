@@ -97,7 +97,8 @@ def compare(promised: Sequence[Graph], found: Sequence[Graph], report: Report) -
         for layer, count in gained.items():
             verdict.notes.append(f"gained: {count} x {name} in {layer or 'the code outside of all modules'}")
     entry = promised[0].entry if promised else ""
-    for name, lost in missing.items():
+    # A named region goes with the operator that it stands in front of, so that one is told first.
+    for name, lost in sorted(missing.items(), key=lambda item: (item[0].endswith("_prolog"), item[0])):
         for layer, count in lost.items():
             there = want.get(layer, Counter())[name] or count
             reason, where, hint = _why(report, layer, name, {n for n, other in missing.items() if layer in other})

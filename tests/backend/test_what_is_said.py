@@ -47,7 +47,7 @@ def test_a_model_without_anything_of_ours_says_so(caplog: pytest.LogCaptureFixtu
         ({"code_gen": "ops"}, "did you mean 'codegen'"),
         ({"codegen": "tiered", "cache": False}, "needs cache=True"),
         ({"target": "ascend-a3"}, "not built yet"),
-        ({"fuse": ["mla_prolog"]}, "not built yet"),
+        ({"fuse": ["mx_quant"]}, "not built yet"),
     ],
 )
 def test_a_wrong_option_is_refused_by_torch_compile(options: dict[str, Any], words: str) -> None:

@@ -45,11 +45,11 @@ def test_a_refactoring_that_loses_one_fusion_fails_with_layer_reason_and_line(
     assert "relu" in lost[0]
     assert "layers.0" not in out + err
     assert "more than the" in out
-    assert err.splitlines()[-1].startswith("K31-0602: 3 promises of the contract are not kept")
+    assert err.splitlines()[-1].startswith("K31-0602: 4 promises of the contract are not kept")
     code, data = k31_json("check", f"{stack}:smooth", "--lock", lock)
     assert (code, data["ok"]) == (1, False)
     (entry,) = data["entries"].values()
-    assert {loss["name"] for loss in entry["losses"]} == {"lightning_indexer", "static_top_k"}
+    assert {loss["name"] for loss in entry["losses"]} == {"indexer_prolog", "lightning_indexer", "static_top_k"}
     assert {loss["layer"] for loss in entry["losses"]} == {"layers.3.indexer"}
     assert entry["growths"][0]["found"] > entry["growths"][0]["promised"] > 0
 

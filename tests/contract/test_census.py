@@ -16,7 +16,7 @@ import k31compile
 import k31compile.backend
 from k31compile.report import last_report
 
-EACH = {"lightning_indexer": 1, "static_top_k": 1}
+EACH = {"indexer_prolog": 1, "lightning_indexer": 1, "static_top_k": 1}
 
 
 def test_every_layer_is_counted_where_its_code_is(stack: ModuleType) -> None:
@@ -26,7 +26,7 @@ def test_every_layer_is_counted_where_its_code_is(stack: ModuleType) -> None:
         wanted |= {f"layers.{i}": {"sparse_flash_attention": 1}, f"layers.{i}.indexer": EACH}
     assert report.layers == wanted
     assert list(report.layers) == list(wanted)
-    assert report.fused == {"lightning_indexer": 4, "sparse_flash_attention": 4, "static_top_k": 4}
+    assert report.fused == {"indexer_prolog": 4, "lightning_indexer": 4, "sparse_flash_attention": 4, "static_top_k": 4}
     assert report.inputs == ["float32[2, 19, 24]"]
     file, _, line = report.lines["layers.2.indexer"].rpartition(":")
     assert file == "contract/stack.py"

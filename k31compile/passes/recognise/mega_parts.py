@@ -94,7 +94,12 @@ _VECTORS = ("query", "key", "value")
 
 
 def has_parts(flow: Dataflow, rule: fx.Node) -> bool:
-    """Whether a convolution is above the rule or a gated norm below: then a user would expect one operator."""
+    """Whether a convolution is above the rule or a gated norm below: then a user would expect one operator.
+
+    Nobody does where there is no state to begin with: that is a short prompt, and its parts are fused.
+    """
+    if rule.args[5] in flow.constants:
+        return False
     above = any(convs_above(flow, node) for node in rule.args[:3] if isinstance(node, fx.Node))
     return above or norm_below(flow, rule) is not None
 
