@@ -14,7 +14,7 @@ from k31compile.passes import registry
 from k31compile.passes.registry import Pass, PassResult, all_passes, ordered, register_pass
 
 FOLDER = Path(k31compile.passes.__file__).parent
-FILES = sorted(p for f in ("fusion", "layout") for p in (FOLDER / f).glob("*.py") if p.stem != "__init__")
+FILES = sorted(p for f in ("fusion", "layout", "schedule") for p in (FOLDER / f).glob("*.py") if p.stem != "__init__")
 
 
 def made(name, needs=(), after=()):
