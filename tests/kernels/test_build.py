@@ -34,7 +34,7 @@ def start(cache, **variables):
 
 
 def finish(process):
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     provider, _, why = output.strip().partition(" | ")
     return provider, why, errors

@@ -70,7 +70,7 @@ print((kilobytes("VmHWM") - before) * 1024 - sum(x.nbytes for x in results))
 def extra_bytes(operator, rows, **variables):
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     command = [sys.executable, "-c", MEASURE, operator, str(rows)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     if "clear_refs" in run.stderr:
         pytest.skip("this system does not count a process's peak")
     assert run.returncode == 0, run.stderr
