@@ -16,12 +16,11 @@ from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_erro
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.evaluate import run_as_written
 from k31compile.graph.region import Region
-from k31compile.graph.sizes import Substitution, is_float, numel_of, shape_of, shape_under, symbols_of, value_of
-from k31compile.graph.views import CASTS, is_view
+from k31compile.graph.sizes import Substitution, is_float, shape_of, shape_under, symbols_of, value_of
 from k31compile.passes.recognise.depth_additions import UPDATE
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.norm_reading import SHARE, share_of_equal
-from k31compile.passes.recognise.norms import Norm, ends_of, norm_of, small_constants
+from k31compile.passes.recognise.norms import Norm, before_casts, ends_of, norm_of, small_constants
 from k31compile.passes.recognise.operands import Values, spread
 
 _SQUARES = {ATEN.square.default, ATEN.pow.Tensor_Scalar, ATEN.mul.Tensor}
@@ -51,7 +50,7 @@ class DepthNormRecogniser(Recogniser):
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """The weight before its cast, then as found."""
-        before = tuple(_before_casts(leaf) for leaf in leaves)
+        before = tuple(before_casts(leaf) for leaf in leaves)
         if before != leaves:
             yield before
         yield leaves
@@ -176,7 +175,7 @@ def _mixed_below(flow: Dataflow, anchor: fx.Node) -> fx.Node | None:
     norm = norm_of(flow, anchor)
     if norm is None:
         return None
-    node = _before_casts(_squared(norm.rows), with_views=True)
+    node = before_casts(_squared(norm.rows), with_views=True)
     update = node.args[0] if node.target is operator.getitem else None
     is_mixed = isinstance(update, fx.Node) and update.target is UPDATE and node.args[1] == 1
     if not is_mixed or not isinstance(update, fx.Node) or update.kwargs.get("norm_weight") is not None:
@@ -188,16 +187,6 @@ def _squared(node: fx.Node) -> fx.Node:
     """What is squared: by name, as a power, or as a product with itself."""
     sources = [source for source in node.all_input_nodes if is_float(source)]
     return sources[0] if len(set(sources)) == 1 and node.target in _SQUARES else node
-
-
-def _before_casts(node: fx.Node, with_views: bool = False) -> fx.Node:
-    """The node before casts, and before views of all of it."""
-    while (node.target in CASTS or (with_views and is_view(node))) and isinstance(node.args[0], fx.Node):
-        source = node.args[0]
-        if not is_float(source) or numel_of(source) != numel_of(node):
-            break
-        node = source
-    return node
 
 
 def _may_be_weight(norm: Norm, node: fx.Node) -> bool:

@@ -13,10 +13,18 @@ from k31compile.graph.confirm import Mismatch, Reading
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, numel_of, shape_of
-from k31compile.graph.views import CASTS, is_view
 from k31compile.passes.recognise.engine import Demand, Recogniser
 from k31compile.passes.recognise.norm_reading import NormOperands, NormReading
-from k31compile.passes.recognise.norms import Gate, Norm, ends_of, gates_of, norm_of, opening_of, small_constants
+from k31compile.passes.recognise.norms import (
+    Gate,
+    Norm,
+    before_casts,
+    ends_of,
+    gates_of,
+    norm_of,
+    opening_of,
+    small_constants,
+)
 
 _MOST_ENDS = 5
 
@@ -47,7 +55,7 @@ class GatedRMSNormRecogniser(Recogniser):
         """The leaves before views and casts, before casts alone, as found: the operator casts by itself."""
         tried: set[tuple[fx.Node, ...]] = set()
         for with_views in (True, False):
-            before = tuple(dict.fromkeys(_as_first_written(leaf, with_views) for leaf in leaves))
+            before = tuple(dict.fromkeys(before_casts(leaf, with_views) for leaf in leaves))
             if before not in tried and len(before) == len(leaves):
                 tried.add(before)
                 yield before
@@ -132,14 +140,3 @@ def _fit(norm: Norm, x: fx.Node, gate: fx.Node, weight: fx.Node, region: Region)
         return False
     wide = [size for size in shape_of(weight) if size != 1]
     return wide == [norm.width] or (_may_be_weight(norm, weight) and groups == next(iter(shapes))[-2] == rows[-2])
-
-
-def _as_first_written(leaf: fx.Node, with_views: bool) -> fx.Node:
-    """What a leaf was before it was cast, or also before it was viewed otherwise."""
-    node = leaf
-    while node.target in CASTS or (with_views and is_view(node)):
-        source = node.args[0]
-        if not isinstance(source, fx.Node) or not is_float(source) or numel_of(source) != numel_of(node):
-            break
-        node = source
-    return node

@@ -114,6 +114,17 @@ def small_constants(region: Region) -> list[float]:
     return list(numbers)
 
 
+def before_casts(leaf: fx.Node, with_views: bool = False) -> fx.Node:
+    """What a value was before it was cast, or also before it was viewed otherwise, all of it."""
+    node = leaf
+    while node.target in CASTS or (with_views and is_view(node)):
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or not is_float(source) or numel_of(source) != numel_of(node):
+            break
+        node = source
+    return node
+
+
 def opening_of(opener: fx.Node) -> fx.Node:
     """Where the opener begins: a sigmoid that is written with `exp` begins at the minus before it."""
     source = opener.args[0]
