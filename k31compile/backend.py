@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.exc import UncapturedHigherOrderOpError
 from torch._inductor.compile_fx import compile_fx
 
 import k31compile.kernels  # noqa: F401  (registers the operators)
+from k31compile.between_regions import rewrite_between
 from k31compile.contract.census import count_contained, count_fused, describe_graph
 from k31compile.contract.compare import hold_to_contract
 from k31compile.errors import K31Error, OptionError, StrictError
@@ -21,8 +23,8 @@ from k31compile.graph.trace import trace_functional
 from k31compile.leaves.hook import current, install
 from k31compile.leaves.leaf import as_written, leaf_calls
 from k31compile.leaves.learn import learn
-from k31compile.loops import take_notes
-from k31compile.nested import body_inputs, body_of, marked, nested_calls, repeated_layers
+from k31compile.loops import take_notes, tell
+from k31compile.nested import body_of, marked, nested_calls, repeated_layers, run_fake, why_not_regions
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
 from k31compile.report import Report, record
@@ -68,8 +70,9 @@ def k31(
 def compile(model: nn.Module, **options: Any) -> Compiled:
     """Compile a model whose repeated layers are traced and built once; options as for `backend="k31"`.
 
-    The layers' classes are marked while a call runs and as they were before and after it. Raises OptionError and
-    NotBuiltYetError at once.
+    The layers' classes are marked while a call runs and as they were before and after it. Layers that Dynamo cannot
+    take as regions, because they give back what they were given, are compiled one by one; the report says so. Raises
+    OptionError and NotBuiltYetError at once.
     """
     Options.from_mapping(options)
     kinds = repeated_layers(model)
@@ -77,8 +80,13 @@ def compile(model: nn.Module, **options: Any) -> Compiled:
     compiled = torch.compile(model, backend="k31", options=options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with marked(kinds, forwards):
-            return compiled(*args, **kwargs)
+        try:
+            with marked(kinds, forwards):
+                return compiled(*args, **kwargs)
+        except UncapturedHigherOrderOpError as error:
+            tell(why_not_regions(kinds, error))
+            kinds.clear()
+        return compiled(*args, **kwargs)
 
     return call
 
@@ -182,13 +190,15 @@ def _rewrite(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
 def _rewrite_nested(
     module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
 ) -> fx.GraphModule:
-    """Rewrite each nested body once; the outer graph, embeddings and heads, stays as Dynamo made it."""
-    for name, operands in body_inputs(module, example_inputs).items():
-        body = getattr(module, name)
-        setattr(module, name, _rewrite(body, operands, options, report))
+    """Rewrite each nested body once, and each stretch of the outer graph between the calls."""
+    calls = nested_calls(module)
+    run = run_fake(module, example_inputs)
+    for name, operands in run.operands.items():
+        setattr(module, name, _rewrite(getattr(module, name), operands, options, report))
+    rewrite_between(module, run, lambda stretch, operands: _rewrite(stretch, operands, options, report))
     report.notes.append(
-        f"{len(nested_calls(module))} layers are calls of {len({body_of(module, c) for c in nested_calls(module)})} "
-        "nested regions; passes saw the regions, not what stands between them"
+        f"{len(calls)} layers are calls of {len({body_of(module, call) for call in calls})} nested regions; "
+        "passes saw the regions and what stands between two of them, each by itself"
     )
     return module
 

@@ -54,6 +54,12 @@ def node_budget(count: int) -> Iterator[None]:
         SubgraphTracer.create_node = plain  # type: ignore[method-assign]
 
 
+def tell(note: str) -> None:
+    """Log a sentence now and keep it for the next report."""
+    log.warning(note)
+    _untold.append(note)
+
+
 def take_notes() -> list[str]:
     """What was stopped since the last call, each a sentence for a report; it was logged when it happened."""
     notes = list(_untold)

@@ -6,11 +6,13 @@ first one's weights; so layers are marked on their class, for the time of a call
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch.utils import _pytree as pytree
 
 from k31compile.graph.trace import current_fake_mode, fake_inputs
 
@@ -34,27 +36,57 @@ def body_of(module: fx.GraphModule, call: fx.Node) -> str:
     return str(attribute.target)
 
 
-def body_inputs(module: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, list[Any]]:
-    """For each body the fake operands of its first call, from one fake run of the outer graph."""
+@dataclass(frozen=True)
+class FakeRun:
+    """What one fake run of an outer graph gave: the operands of each body's first call, and the value of each node."""
+
+    operands: dict[str, list[Any]]
+    values: dict[fx.Node, Any]
+    written: set[int]
+
+    def is_written(self, value: torch.Tensor) -> bool:
+        """Whether anything wrote in place into the memory of a value."""
+        return value._version > 0 or _memory(value) in self.written
+
+
+def run_fake(module: fx.GraphModule, example_inputs: Sequence[Any]) -> FakeRun:
+    """Run the outer graph on fake tensors, and each body once however often it is called."""
     recorder = _Recorder(module)
     fake_mode = current_fake_mode()
     with fake_mode, enable_python_dispatcher(), torch.no_grad():
         recorder.run(*fake_inputs(example_inputs, fake_mode))
-    return recorder.operands
+    return recorder.found
 
 
 class _Recorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.operands: dict[str, list[Any]] = {}
+        super().__init__(module, garbage_collect_values=False)
+        self.found = FakeRun({}, {}, set())
+        self._bodies: dict[str, tuple[Any, list[int]]] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        self.found.values[node] = super().run_node(node)
+        return self.found.values[node]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not _CALL:
             return super().call_function(target, args, kwargs)
         body, _, *operands = args
         name = next(n for n, child in self.module.named_children() if child is body)
-        self.operands.setdefault(name, operands)
-        return fx.Interpreter(body).run(*operands)
+        if name not in self._bodies:
+            self.found.operands[name] = operands
+            before = [operand._version if isinstance(operand, torch.Tensor) else 0 for operand in operands]
+            outputs = fx.Interpreter(body).run(*operands)
+            tensors = [(i, x) for i, x in enumerate(operands) if isinstance(x, torch.Tensor)]
+            self._bodies[name] = outputs, [i for i, tensor in tensors if tensor._version > before[i]]
+            return outputs
+        outputs, written = self._bodies[name]
+        self.found.written.update(_memory(operands[i]) for i in written)
+        return pytree.tree_map_only(torch.Tensor, torch.empty_like, outputs)
+
+
+def _memory(value: torch.Tensor) -> int:
+    return int(value.untyped_storage()._cdata)
 
 
 def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
@@ -66,6 +98,18 @@ def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
             found.update({kind: None for kind in kinds if kinds.count(kind) > 1})
     inner = {type(m) for kind in found for layer in model.modules() if type(layer) is kind for m in _below(layer)}
     return [kind for kind in found if kind not in inner]
+
+
+def why_not_regions(kinds: Sequence[type[nn.Module]], error: Exception) -> str:
+    """What the report says where layers are compiled one by one, with Dynamo's own reason in one line."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), lines[0])
+    names = ", ".join(kind.__name__ for kind in kinds)
+    return (
+        f"{names}: each layer was compiled by itself, for as nested regions they cannot be traced "
+        f"({told.split('. ')[0]}); "
+        "a layer that returns only new tensors is compiled once for all of its kind"
+    )
 
 
 def _below(layer: nn.Module) -> Iterator[nn.Module]:

@@ -1,5 +1,6 @@
 """`k31compile.compile`: equal layers are traced once, each keeps its own weights, and the classes stay as they were."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -112,3 +113,73 @@ def test_two_models_in_one_process(eager: Any) -> None:
             ):
                 got = compiled(x, pool_of(3), torch.tensor(4))
                 assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+class Stack(nn.Module):
+    """Layers of one kind behind one of another, which Dynamo inlines; a view of what they write may be handed on."""
+
+    def __init__(self, hands_on: bool) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(Layer(0) for _ in range(1))
+        self.layers = nn.ModuleList(Layer(i) for i in range(3))
+        self.hands_on = hands_on
+
+    def forward(self, x: torch.Tensor, pool: list[Any], start: torch.Tensor) -> Any:
+        keys, latents = pool[0]
+        x = self.first[0](x + 1 - 1, *pool[3], start) * 2
+        handed = keys.view(2 * KEYS, INDEX) if self.hands_on else x
+        x = x * 0.5 + handed.mean()
+        for layer in self.layers:
+            x = layer(x, keys, latents, start)
+        return x, handed
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_what_stands_before_the_regions(hands_on: bool, eager: Any) -> None:
+    torch.manual_seed(3)
+    model = Stack(hands_on).eval()
+    model.first[0].forward = functools.partial(Layer.forward, model.first[0])  # of another kind for Dynamo: inlined
+    x, start = torch.randn(2, 4, WIDTH), torch.tensor(6)
+    theirs, ours = pool_of(4), pool_of(4)
+    with torch.no_grad():
+        with eager():
+            expected = model(x, theirs, start)
+        got = k31compile.compile(model, codegen="ops")(x, ours, start)
+    for mine, other in zip(got, expected, strict=True):
+        assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
+    for cache, same in zip(torch.utils._pytree.tree_leaves(theirs), torch.utils._pytree.tree_leaves(ours), strict=True):
+        assert (cache - same).abs().max() <= 1e-5 * cache.abs().max()
+    counts = last_report().fused
+    assert counts["lightning_indexer"] == counts["sparse_flash_attention"] == (3 if hands_on else 4)
+
+
+class GivenBack(Layer):
+    """A layer that returns what it was given, as attention residuals do with their bank."""
+
+    def forward(self, x: torch.Tensor, given: torch.Tensor, *rest: Any) -> Any:  # type: ignore[override]
+        return super().forward(x, *rest), given
+
+
+class Banked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(GivenBack(i) for i in range(2))
+
+    def forward(self, x: torch.Tensor, pool: list[Any], start: torch.Tensor) -> torch.Tensor:
+        given = x
+        for layer, caches in zip(self.layers, pool, strict=True):
+            x, given = layer(x, given, *caches, start)
+        return x + given
+
+
+def test_layers_that_give_back_their_input_are_compiled_one_by_one(eager: Any) -> None:
+    torch.manual_seed(4)
+    model = Banked().eval()
+    x, start = torch.randn(2, 4, WIDTH), torch.tensor(6)
+    with torch.no_grad():
+        with eager():
+            expected = model(x, pool_of(2), start)
+        got = k31compile.compile(model, codegen="ops")(x, pool_of(2), start)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert last_report().fused["lightning_indexer"] == 2
+    assert any("GivenBack: each layer was compiled by itself" in note for note in last_report().notes)

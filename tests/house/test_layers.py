@@ -19,7 +19,7 @@ LAYERS = [
     {"cache"},
     {"loops"},  # watches Dynamo and knows nothing of ours
     {"leaves"},
-    {"backend", "contract", "entry", "explain", "check", "nested"},
+    {"backend", "contract", "entry", "explain", "check", "nested", "between_regions"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},
     {"__init__"},  # the public face may name everything
