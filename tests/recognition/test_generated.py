@@ -1,4 +1,4 @@
-"""Drawn spellings of the delta rule are fused, drawn near misses never mistaken: 40 of each, 500 in slow tests."""
+"""Drawn spellings of the delta rule are fused, near misses never mistaken: few of each, in slow tests up to 500."""
 
 import sys
 from collections import Counter
@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
 
+import generate
+import generate_chunks
 from captured import operators, sketch
-from generate import near_misses, spellings
 from judging import difference
 from operands import operands
 
@@ -23,8 +24,9 @@ FAMILY = ("k31.kda_recurrent", "k31.kda_chunk", "k31.gated_delta_recurrent", "k3
 FUSE = tuple(name.removeprefix("k31.") for name in FAMILY)
 BOUND = 2e-5
 QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-FEW = settings(max_examples=40, **QUIET)
-MANY = settings(max_examples=500, **QUIET)
+FEW = {generate: settings(max_examples=40, **QUIET), generate_chunks: settings(max_examples=6, **QUIET)}
+"""A drawn chunk form takes as long as six drawn steps."""
+MANY = {generate: settings(max_examples=500, **QUIET), generate_chunks: settings(max_examples=120, **QUIET)}
 
 
 def rewritten(program):
@@ -35,13 +37,14 @@ def rewritten(program):
     with torch.no_grad():
         got, want = module(*arguments), program.fn(*arguments)
     names = program.results
+    got, want = (values if isinstance(values, tuple) else (values,) for values in (got, want))
     error = difference(dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True)))
     return Counter(name for name in operators(module) if name in FAMILY), error
 
 
 def hold_spelling(program):
     found, error = rewritten(program)
-    assert found == {"k31.kda_recurrent": 1}, program.peculiar
+    assert found == {f"k31.{program.operator}": 1}, program.peculiar
     assert error < BOUND, program.peculiar
 
 
@@ -52,27 +55,26 @@ def hold_near_miss(program):
     assert not (found and program.excluded), program.peculiar
 
 
-@FEW
-@given(spellings)
-def test_a_drawn_spelling_is_fused(program):
-    hold_spelling(program)
+each_form = pytest.mark.parametrize("form", [generate, generate_chunks], ids=lambda form: form.__name__)
 
 
-@FEW
-@given(near_misses)
-def test_a_drawn_near_miss_is_not_mistaken(program):
-    hold_near_miss(program)
+@each_form
+def test_a_drawn_spelling_is_fused(form):
+    FEW[form](given(form.spellings)(hold_spelling))()
 
 
-@pytest.mark.slow
-@MANY
-@given(spellings)
-def test_500_drawn_spellings_are_fused(program):
-    hold_spelling(program)
+@each_form
+def test_a_drawn_near_miss_is_not_mistaken(form):
+    FEW[form](given(form.near_misses)(hold_near_miss))()
 
 
 @pytest.mark.slow
-@MANY
-@given(near_misses)
-def test_500_drawn_near_misses_are_not_mistaken(program):
-    hold_near_miss(program)
+@each_form
+def test_many_drawn_spellings_are_fused(form):
+    MANY[form](given(form.spellings)(hold_spelling))()
+
+
+@pytest.mark.slow
+@each_form
+def test_many_drawn_near_misses_are_not_mistaken(form):
+    MANY[form](given(form.near_misses)(hold_near_miss))()
