@@ -3,7 +3,7 @@
     k31 explain examples/transformers_entries.py:kimi_linear
     k31 explain examples/transformers_entries.py:deepseek_v32
 
-No two sizes are alike, and the indexer has so many heads that no two scores are equal.
+No two sizes are alike, the experts' are what grouped products in bf16 take, and the indexer has so many heads that no two scores are equal.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def kimi_linear_model(dtype: torch.dtype = torch.float32, attention: str = "sdpa
         vocab_size=203,
         hidden_size=72,
         intermediate_size=52,
-        moe_intermediate_size=28,
+        moe_intermediate_size=32,
         num_hidden_layers=3,
         num_attention_heads=3,
         num_key_value_heads=3,
@@ -51,7 +51,7 @@ def deepseek_v32_model(dtype: torch.dtype = torch.float32, attention: str = "sdp
         vocab_size=211,
         hidden_size=136,
         intermediate_size=168,
-        moe_intermediate_size=44,
+        moe_intermediate_size=48,
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=6,
