@@ -20,8 +20,6 @@ NEAR_MISSES = {name: one for name, one in catalogue.NEAR_MISSES.items() if one.o
 LEFT = {
     "affine_states": "the decays are the diagonal of a matrix that moves the state",
     "golden_triple_loop": "numbers are written one by one",
-    "pool_by_indexing": "the new state is read back from the pool",
-    "state_only": "no output, only a state",
     "transition_matrix": "the decays are the diagonal of a matrix that moves the state",
 }
 """Spellings that are not recognised, and why."""
