@@ -14,6 +14,7 @@ from k31compile.graph.evaluate import run_in_float64
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, shape_of, symbols_of, value_of
+from k31compile.passes.recognise.gates import FlatGate, GateForm
 from k31compile.passes.recognise.operands import Dense, Values
 
 LN2 = math.log(2)
@@ -28,7 +29,7 @@ Memo = dict[object, Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class DeltaOperands:
-    """Leaves with their layouts; gate has letters bthk, or bth for a scalar gate; outputs as layouts.
+    """Leaves with their layouts; gate has letters bthk or btw, or bth for a scalar gate; outputs as layouts.
 
     Where only the state leaves, as of a prompt that is read ahead, there is no query and no `out`.
     """
@@ -61,10 +62,10 @@ class DeltaOperands:
 class DeltaReading(Reading):
     """Leaves read as q, k, v, gate, beta and a state, for one of four operators."""
 
-    def __init__(self, name: str, region: Region, operands: DeltaOperands, exponent: float, memo: Memo) -> None:
-        """One assignment, not yet confirmed; gates count in units of `exponent`, and `memo` is shared by all orders."""
-        self.name, self.region, self.operands, self.exponent = name, region, operands, exponent
-        self.context = f"{exponent:.6f}"
+    def __init__(self, name: str, region: Region, operands: DeltaOperands, form: GateForm, memo: Memo) -> None:
+        """One assignment, not yet confirmed; gates are held in one form, and `memo` is shared by all orders."""
+        self.name, self.region, self.operands, self.gate_form = name, region, operands, form
+        self.context = form.context
         self.learned: float | None = None
         self._memo = memo
 
@@ -95,7 +96,7 @@ class DeltaReading(Reading):
         return [{**symbols, **fewer}, symbols]
 
     def _letters_under(self, substitution: Substitution) -> dict[str, int]:
-        letters = {letter: self.operands.key.size(letter, substitution) for letter in "bthk"}
+        letters = {letter: self.operands.asked.size(letter, substitution) for letter in "bthk"}
         letters["v"] = self.operands.value.size("v", substitution)
         return letters
 
@@ -137,14 +138,14 @@ class DeltaReading(Reading):
         return vectors * 10**decades * (1.0, 1.0, 1.0, 1e6)[trial % 4]
 
     def _gates(self, generator: torch.Generator, trial: int) -> torch.Tensor:
-        sizes = [self._letters[letter] for letter in self.operands.gate.layout.letters]
+        sizes = [self._letters[letter] for letter in ("bth" if self.operands.is_scalar else "bthk")]
         strongest = (0.3, 5.0, 0.02, 0.3)[trial % 4]
         gates = -strongest * torch.rand(sizes, generator=generator, dtype=torch.float64)
         if trial % 4 == 3:
             # A few channels forget everything at once; more of them would overflow forms that are right.
             rare = torch.rand(sizes, generator=generator, dtype=torch.float64) < max(0.02, 1 / self._letters["t"] / 8)
             gates = torch.where(rare, -60.0, gates)
-        return gates / self.exponent
+        return self.gate_form.held(gates)
 
     def _betas(self, generator: torch.Generator, trial: int) -> torch.Tensor:
         sizes = [self._letters[letter] for letter in "bth"]
@@ -196,8 +197,7 @@ class DeltaReading(Reading):
         )
         sizes = [self._letters[letter] for letter in "bhkv"]
         state = torch.zeros(sizes, dtype=torch.float64) if operands.state is None else operands.state.canonical(sample)
-        gate = self.exponent * gate
-        return _operator(self.name)(query, key, value, gate, beta, state)
+        return _operator(self.name)(query, key, value, self.gate_form.logarithms(gate), beta, state)
 
     def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The operator, its results in the layouts and dtypes of the author's."""
@@ -205,8 +205,7 @@ class DeltaReading(Reading):
         query, key, value, gate, beta = (
             o.canonical(values) for o in (operands.asked, operands.key, operands.value, operands.gate, operands.beta)
         )
-        if self.exponent != 1.0:
-            gate = gate * self.exponent
+        gate = self.gate_form.logarithms(gate)
         layout = "VK" if _holds_values_first(operands) else "KV"
         state = None
         if operands.state is not None:
@@ -281,7 +280,7 @@ def assignments(
                 for found in itertools.product(
                     _dense(key, "bthk", wanted),
                     _dense(value, "bthv", wanted),
-                    _dense(gate, "bth" if is_scalar else "bthk", wanted),
+                    _gates(gate, is_scalar, wanted),
                     _dense(beta, "bth", wanted),
                     states_read,
                     finals,
@@ -303,11 +302,20 @@ def assignments_to_state(
                 states_read: Sequence[Dense | None] = _dense(states[0], "bhkv", wanted) if states else [None]
                 for value_read, gate_read, beta_read, state in itertools.product(
                     _dense(value, "bthv", wanted),
-                    _dense(gate, "bth" if is_scalar else "bthk", wanted),
+                    _gates(gate, is_scalar, wanted),
                     _dense(beta, "bth", wanted),
                     states_read,
                 ):
                     yield DeltaOperands(None, key_read, value_read, gate_read, beta_read, state, None, final)
+
+
+def _gates(leaf: fx.Node, is_scalar: bool, known: Mapping[str, int]) -> list[Dense]:
+    """A gate for each head or channel; where no layout has both, one whose heads are split later."""
+    found = _dense(leaf, "bth" if is_scalar else "bthk", known)
+    if found or is_scalar:
+        return found
+    flat = plain_layouts(shape_of(leaf), "btw", {**known, "w": known["h"] * known["k"]})
+    return [FlatGate(leaf, layout, known["k"]) for layout in flat]
 
 
 def _dense(leaf: fx.Node, letters: str, known: Mapping[str, int]) -> list[Dense]:

@@ -34,6 +34,7 @@ from k31compile.passes.recognise.delta_reading import (
     assignments_to_state,
 )
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.gates import GateForm, is_flat_gate
 from k31compile.passes.recognise.operands import weight_operands, with_plain_integers
 
 _MOST_EXITS = 8
@@ -71,10 +72,11 @@ class DeltaRuleRecogniser(Recogniser):
         before = flow.ancestors([*products, *final])
         exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
         for out in _last_of_each_value(exits)[:_MOST_EXITS]:
-            eligible = functools.partial(_may_be_leaf, flow, out, products[-1] if products else None)
+            eligible = functools.partial(_may_be_leaf, flow, decays, out, products[-1] if products else None)
             yield _demand(flow, decays, (out, *final), eligible)
         if final:
-            yield _demand(flow, decays, tuple(final), functools.partial(_may_make_state, flow, final[0], products[-1]))
+            eligible = functools.partial(_may_make_state, flow, decays, final[0], products[-1])
+            yield _demand(flow, decays, tuple(final), eligible)
         if not exits and products:
             raise Mismatch(
                 "what leaves the recurrence is not one output and the state after the last token: "
@@ -92,17 +94,18 @@ class DeltaRuleRecogniser(Recogniser):
     def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
         """The gate is what the exponentials depend on; the others are told apart by shape, and by running."""
         decays = _decays_of(flow, anchor)
-        above = flow.ancestors(decays.starts, stop=set(region.leaves).__contains__)
+        above = flow.ancestors(decays.gate_ends, stop=set(region.leaves).__contains__)
         floats = [leaf for leaf in region.leaves if is_float(leaf)]
         gates = [leaf for leaf in floats if leaf in above]
         rest = [leaf for leaf in floats if leaf not in gates]
         if len(gates) != 1 or len(rest) not in (3, 4, 5) or len(floats) != len(region.leaves):
             return
         memo: Memo = {}
-        exponent = LN2 if any(node.target is not ATEN.exp.default for node in decays.exponentials) else 1.0
+        unit = 1.0 if all(node.target is ATEN.exp.default for node in decays.exponentials) else LN2
+        form = GateForm(is_decay=True) if decays.products else GateForm(unit)
         found = self._operands(flow, decays, region, gates[0], rest)
         for operands in itertools.islice(found, _MOST_READINGS):
-            yield DeltaReading(self.name, region, operands, exponent, memo)
+            yield DeltaReading(self.name, region, operands, form, memo)
 
     def _operands(
         self, flow: Dataflow, decays: Decays, region: Region, gate: fx.Node, rest: list[fx.Node]
@@ -206,10 +209,12 @@ def _wide(node: fx.Node) -> list[int]:
     return sorted(size for size in shape_of(node) if size != 1)
 
 
-def _may_be_leaf(flow: Dataflow, out: fx.Node, state: fx.Node | None, node: fx.Node) -> bool:
+def _may_be_leaf(flow: Dataflow, decays: Decays, out: fx.Node, state: fx.Node | None, node: fx.Node) -> bool:
     """Whether the shape is that of a vector or a number for each token and head of `out`, or that of the state."""
     if not is_float(node) or _is_pairwise(flow, node):
         return False
+    if is_flat_gate(node, decays.exponentials, state):
+        return True
     sizes = _wide(node)
     matrix = _wide(state) if state is not None else []
     if matrix and sizes == matrix:
@@ -232,12 +237,12 @@ def _may_be_leaf(flow: Dataflow, out: fx.Node, state: fx.Node | None, node: fx.N
     return False
 
 
-def _may_make_state(flow: Dataflow, state: fx.Node, product: fx.Node, node: fx.Node) -> bool:
+def _may_make_state(flow: Dataflow, decays: Decays, state: fx.Node, product: fx.Node, node: fx.Node) -> bool:
     """Whether the shape is that of the state, or that of a vector or a number for each token and head of it."""
     if not is_float(node) or _is_pairwise(flow, node):
         return False
     rest = _wide(node)
-    if rest == _wide(state):
+    if rest == _wide(state) or is_flat_gate(node, decays.exponentials, product):
         return True
     for size in shape_of(product)[:-2]:
         if size in rest:
