@@ -133,3 +133,14 @@ def state_read_ahead_undecayed(q, k, v, g, beta, s0):
         s = s * g[:, t].exp().unsqueeze(-1)
         s = s + outer(k[:, t], beta[:, t].unsqueeze(-1) * (v[:, t] - predicted))
     return s
+
+
+@near_miss()
+def matrix_that_decays_last(q, k, v, g, beta, s0):
+    """Diag(decay) (I - beta k k') erases before it decays; the operator decays first."""
+    eye, s, out = torch.eye(k.shape[-1], dtype=s0.dtype), s0, []
+    for t in range(q.shape[1]):
+        erased = eye - beta[:, t, :, None, None] * outer(k[:, t], k[:, t])
+        s = torch.diag_embed(g[:, t].exp()) @ erased @ s + outer(k[:, t], beta[:, t].unsqueeze(-1) * v[:, t])
+        out.append(read_by(s, q[:, t]))
+    return torch.stack(out, dim=1), s

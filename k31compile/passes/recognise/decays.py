@@ -1,6 +1,6 @@
 """Where a graph forgets: exponentials of a gate, grouped by gate, and what they multiply (K3.1 spec 2.4, 2.5)."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -48,6 +48,8 @@ _SUMS = {
     ATEN.addmm.default,
     ATEN.addbmm.default,
 }
+_DIAGONALS = {ATEN.diag_embed.default}
+_MATRIX_PRODUCTS = {ATEN.matmul.default, ATEN.bmm.default}
 _STATE_PRODUCTS = {ATEN.mul.Tensor, ATEN.einsum.default}
 _PASSING_STATES = {
     ATEN.index_put.default,
@@ -139,14 +141,10 @@ def _grows(flow: Dataflow, node: fx.Node, product: fx.Node) -> bool:
 
 def _is_read(flow: Dataflow, product: fx.Node) -> bool:
     """Whether a product is a factor of a sum of products, be it through views."""
-    todo = [product]
-    while todo:
-        for user in flow.users[todo.pop()]:
-            if is_contraction(user) or (user.target is ATEN.mul.Tensor and any(map(is_contraction, flow.users[user]))):
-                return True
-            if is_view(user):
-                todo.append(user)
-    return False
+    return any(
+        is_contraction(user) or (user.target is ATEN.mul.Tensor and any(map(is_contraction, flow.users[user])))
+        for user in _read_through_views(flow, product)
+    )
 
 
 def _recurrences(flow: Dataflow, group: Decays) -> list[Decays]:
@@ -154,7 +152,7 @@ def _recurrences(flow: Dataflow, group: Decays) -> list[Decays]:
     if group.cumulative or len(group.exponentials) < 2:
         return [group]
     products = state_products(flow, group)
-    decay_of = {product: _decay_in(product, group) for product in products}
+    decay_of = {product: _decay_in(flow, product, group) for product in products}
     chains: nx.Graph = nx.Graph()
     chains.add_nodes_from(decay_of.values())
     for product in products:
@@ -166,10 +164,14 @@ def _recurrences(flow: Dataflow, group: Decays) -> list[Decays]:
     return [Decays(tuple(flow.in_order(part)), ()) for part in parts]
 
 
-def _decay_in(product: fx.Node, group: Decays) -> fx.Node:
+def _decay_in(flow: Dataflow, product: fx.Node, group: Decays) -> fx.Node:
     """The exponential that a state product decays by."""
     behind = (behind_views_and_casts(source) for source in product.all_input_nodes)
-    return next(node for node in behind if node in group.exponentials)
+    plain = next((node for node in behind if node in group.exponentials), None)
+    if plain is not None:
+        return plain
+    above = flow.ancestors([product.all_input_nodes[0]], stop=group.exponentials.__contains__)
+    return next(node for node in group.exponentials if node in above)
 
 
 def _gate_of(flow: Dataflow, exponential: fx.Node) -> tuple[frozenset[fx.Node], set[fx.Node]]:
@@ -213,7 +215,7 @@ def state_products(flow: Dataflow, decays: Decays) -> list[fx.Node]:
     """Products of a larger state with a decay that is one number for its last dimension, the one before, or both."""
     window = _window(flow, decays)
     below = flow.descendants(decays.exponentials, stop=lambda node: node not in window)
-    found = []
+    found = _moved_states(flow, decays.exponentials, window)
     for node in flow.in_order(below & window):
         factors = [a for a in node.args[:2] if isinstance(a, fx.Node) and is_tensor(a)] if node.args else []
         if node.target is ATEN.einsum.default:
@@ -225,7 +227,35 @@ def state_products(flow: Dataflow, decays: Decays) -> list[fx.Node]:
             if is_decayed and (sums_with(flow, node) or _is_decayed_last(flow, state, node)):
                 found.append(node)
                 break
+    return flow.in_order(found)
+
+
+def _moved_states(flow: Dataflow, exponentials: Sequence[fx.Node], window: Collection[fx.Node]) -> list[fx.Node]:
+    """Products of a matrix and a state that are summed with, where exponentials are on the matrix' diagonal."""
+    todo = [user for node in exponentials for user in _read_through_views(flow, node) if user.target in _DIAGONALS]
+    seen: set[fx.Node] = set()
+    found: list[fx.Node] = []
+    while todo:
+        node = todo.pop()
+        if node in seen or node not in window:
+            continue
+        seen.add(node)
+        for user in _read_through_views(flow, node):
+            moves = user.target in _MATRIX_PRODUCTS and behind_views_and_casts(user.all_input_nodes[0]) is node
+            if moves and sums_with(flow, user):
+                found.append(user)
+            elif user.target in _MATRIX_PRODUCTS or user.target in _SUMS:
+                todo.append(user)
     return found
+
+
+def _read_through_views(flow: Dataflow, node: fx.Node) -> Iterator[fx.Node]:
+    """What reads a node or a view of it."""
+    for user in flow.users[node]:
+        if is_view(user) or user.target in CASTS:
+            yield from _read_through_views(flow, user)
+        else:
+            yield user
 
 
 def sums_with(flow: Dataflow, product: fx.Node) -> list[fx.Node]:
