@@ -14,6 +14,7 @@ from k31compile.graph.sizes import Substitution
 from k31compile.leaves.call import Call, Tensors, run_in_float64
 from k31compile.leaves.form import Form, delta_operands, leaf_nodes, packed, result_node, unpacked
 from k31compile.passes.recognise.delta_reading import DeltaReading
+from k31compile.passes.recognise.gates import GateForm
 from k31compile.passes.recognise.operands import Values
 
 Memo = dict[object, Any]
@@ -29,7 +30,7 @@ class CalledReading(DeltaReading):
         nodes = leaf_nodes({name: ranks[name] for name in sorted(ranks)})
         outputs = [result_node(form.out, nodes)] + ([result_node(form.final, nodes)] if form.final else [])
         region = Region(tuple(nodes.values()), tuple(outputs), ())
-        super().__init__(form.operator, region, delta_operands(form, nodes), form.exponent, {})
+        super().__init__(form.operator, region, delta_operands(form, nodes), GateForm(form.exponent), {})
         self.learned = form.scale or None
 
     def at(self, batch: int, length: int, heads: int) -> CalledReading:

@@ -190,3 +190,18 @@ def one_gate_a_head_in_chunks(q, k, v, g, beta, s0):
     lower = (beta * (k @ k.mT) * decay).tril(-1)
     w, u = solved(lower, beta * g.exp() * k), solved(lower, beta * v)
     return walk(w, u, q * g.exp(), (q @ k.mT) * decay, (g[..., -1:, :] - g).exp() * k, g[..., -1:, :].exp(), s0)
+
+
+@near_miss()
+def map_that_decays_by_the_first_token(q, k, v, g, beta, s0):
+    """A chunk's affine map has the decay up to its first token on the diagonal; the operator has that of the chunk."""
+    q, k, v, g, beta, decay = pieces(q, k, v, g, beta)
+    lower, seen = (beta * pairs(k, k, decay)).tril(-1), pairs(q, k, decay)
+    w, u = solved(lower, beta * g.exp() * k), solved(lower, beta * v)
+    tail = ((g[..., -1:, :] - g).exp() * k).mT
+    move, add = torch.diag_embed(g[..., 0, :].exp()) - tail @ w, tail @ u
+    states = [s0]
+    for n in range(q.shape[2]):
+        states.append(move[:, :, n] @ states[-1] + add[:, :, n])
+    before = torch.stack(states[:-1], dim=2)
+    return joined((q * g.exp()) @ before + seen @ (u - w @ before)), states[-1]

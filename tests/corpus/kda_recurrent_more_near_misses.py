@@ -112,3 +112,35 @@ def write_one_token_late(q, k, v, g, beta, s0):
         s = s + outer(late[:, t], beta[:, t].unsqueeze(-1) * (v[:, t] - read_by(s, k[:, t])))
         out.append(read_by(s, q[:, t]))
     return torch.stack(out, dim=1), s
+
+
+@near_miss(results="state")
+def state_read_ahead_by_the_query(q, k, v, g, beta, s0):
+    """Only the state leaves, but the query predicts for the key; the operator predicts with what it writes."""
+    s = s0
+    for t in range(q.shape[1]):
+        s = s * g[:, t].exp().unsqueeze(-1)
+        s = s + outer(k[:, t], beta[:, t].unsqueeze(-1) * (v[:, t] - read_by(s, q[:, t])))
+    return s
+
+
+@near_miss(results="state")
+def state_read_ahead_undecayed(q, k, v, g, beta, s0):
+    """Only the state leaves, and it predicts before it decays; the operator decays first."""
+    s = s0
+    for t in range(q.shape[1]):
+        predicted = read_by(s, k[:, t])
+        s = s * g[:, t].exp().unsqueeze(-1)
+        s = s + outer(k[:, t], beta[:, t].unsqueeze(-1) * (v[:, t] - predicted))
+    return s
+
+
+@near_miss()
+def matrix_that_decays_last(q, k, v, g, beta, s0):
+    """Diag(decay) (I - beta k k') erases before it decays; the operator decays first."""
+    eye, s, out = torch.eye(k.shape[-1], dtype=s0.dtype), s0, []
+    for t in range(q.shape[1]):
+        erased = eye - beta[:, t, :, None, None] * outer(k[:, t], k[:, t])
+        s = torch.diag_embed(g[:, t].exp()) @ erased @ s + outer(k[:, t], beta[:, t].unsqueeze(-1) * v[:, t])
+        out.append(read_by(s, q[:, t]))
+    return torch.stack(out, dim=1), s

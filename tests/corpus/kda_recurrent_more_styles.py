@@ -138,3 +138,13 @@ def step_function(q, k, v, g, beta, state):
         state, o = one_token(state, (q[:, t], k[:, t], v[:, t], decay[:, t], beta[:, t].unsqueeze(-1)))
         outputs.append(o)
     return torch.stack(outputs, dim=1), state
+
+
+@spelling(results="state", lengths=(1, 5))
+def state_read_ahead(q, k, v, g, beta, s):
+    """A few tokens are read ahead: no query asks, and only the state leaves."""
+    for t in range(k.shape[1]):
+        s = s * g[:, t, :, :, None].exp()
+        wanted = (v[:, t] - (k[:, t].unsqueeze(-2) @ s).squeeze(-2)) * beta[:, t, :, None]
+        s = s + k[:, t].unsqueeze(-1) @ wanted.unsqueeze(-2)
+    return s

@@ -18,11 +18,7 @@ OPERATORS = ("kda_recurrent", "kda_chunk", "gated_delta_recurrent", "gated_delta
 SPELLINGS = {name: one for name, one in catalogue.SPELLINGS.items() if one.operator in OPERATORS}
 NEAR_MISSES = {name: one for name, one in catalogue.NEAR_MISSES.items() if one.operator in OPERATORS}
 LEFT = {
-    "affine_states": "the decays are the diagonal of a matrix that moves the state",
     "golden_triple_loop": "numbers are written one by one",
-    "pool_by_indexing": "the new state is read back from the pool",
-    "state_only": "no output, only a state",
-    "transition_matrix": "the decays are the diagonal of a matrix that moves the state",
 }
 """Spellings that are not recognised, and why."""
 LEFT_WHEN_LONGER = LEFT | {"heads_as_a_batch": "batch and heads are one dimension of the state"}

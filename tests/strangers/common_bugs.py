@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from alpha_bugs import ALPHA_BUGS, WrongAlpha
 from stranger import Stranger, sorted_choice
 from torch import nn
 
@@ -355,6 +356,7 @@ def wrong(make, bugs, *inputs, meaning=lambda result: result):
 
 NEAR_MISSES = [
     *wrong(WrongStep, STEP_BUGS, (2, 20), (2, 3, 8, 8)),
+    *wrong(WrongAlpha, ALPHA_BUGS, (2, 3, 20), (2, 3, 8, 8)),
     *wrong(WrongChunk, CHUNK_BUGS, (2, 27, 16)),
     *wrong(WrongConv, CONV_BUGS, (2, 14, 3), (2, 14, 4)),
     *wrong(WrongRoll, ROLL_BUGS, (3, 14), (3, 14, 4)),

@@ -236,6 +236,22 @@ class PaperAlpha(nn.Module):
         return torch.einsum("bhkv,bhk->bhv", S, q), S
 
 
+# 8. The same over several tokens; alpha is a root of a sigmoid, as gated linear attention has it.
+class RootAlpha(PaperAlpha):
+    def forward(self, x):
+        split = lambda name: self.w[name](x).unflatten(-1, (self.h, -1))  # noqa: E731
+        q, k = F.normalize(split("q"), dim=-1), F.normalize(split("k"), dim=-1)
+        v, beta = split("v"), torch.sigmoid(split("b"))
+        alpha = self.alpha(self.w["a"](x)).unflatten(-1, (self.h, -1))
+        S, out = x.new_zeros(x.shape[0], self.h, v.shape[-1], k.shape[-1]), []
+        for t in range(x.shape[1]):
+            S = S * alpha[:, t, :, None, :]
+            error = v[:, t] - (S * k[:, t, :, None]).sum(-1)
+            S = S + (beta[:, t] * error).unsqueeze(-1) * k[:, t, :, None]
+            out.append((S * q[:, t, :, None]).sum(-1))
+        return torch.stack(out, dim=1)
+
+
 def flat_decay(a):
     return torch.exp(-F.softplus(a))
 
@@ -263,12 +279,16 @@ STRANGERS = [
         "flat_decay",
         with_inputs(lambda: PaperAlpha(flat_decay), (2, 16), (2, 3, 6, 10)),
         {"kda_recurrent": 1},
-        limit="the exponential is taken before the heads are split: no gate of a head's shape",
     ),
     Stranger(
         "sigmoid_alpha",
         with_inputs(lambda: PaperAlpha(torch.sigmoid), (2, 16), (2, 3, 6, 10)),
         {"kda_recurrent": 1},
-        limit="a decay that is no exponential is no anchor",
     ),
+    Stranger(
+        "root_alpha",
+        with_inputs(lambda: RootAlpha(lambda a: torch.sigmoid(a) ** (1 / 16)), (2, 5, 16)),
+        {"kda_recurrent": 1},
+    ),
+    Stranger("flat_decay_by_token", with_inputs(lambda: RootAlpha(flat_decay), (2, 5, 16)), {"kda_recurrent": 1}),
 ]

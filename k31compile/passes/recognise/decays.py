@@ -1,6 +1,6 @@
 """Where a graph forgets: exponentials of a gate, grouped by gate, and what they multiply (K3.1 spec 2.4, 2.5)."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -8,7 +8,7 @@ from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.sizes import is_float, is_tensor, numel_of, shape_of
-from k31compile.graph.views import behind_views_and_casts, is_view
+from k31compile.graph.views import CASTS, behind_views_and_casts, is_view
 from k31compile.passes.recognise.contractions import is_contraction
 
 _EXPONENTIALS = {ATEN.exp.default, ATEN.exp2.default, ATEN.pow.Scalar}
@@ -48,6 +48,9 @@ _SUMS = {
     ATEN.addmm.default,
     ATEN.addbmm.default,
 }
+_DIAGONALS = {ATEN.diag_embed.default}
+_MATRIX_PRODUCTS = {ATEN.matmul.default, ATEN.bmm.default}
+_STATE_PRODUCTS = {ATEN.mul.Tensor, ATEN.einsum.default}
 _PASSING_STATES = {
     ATEN.index_put.default,
     ATEN.index_copy.default,
@@ -66,15 +69,27 @@ WINDOW_NODES = 400
 
 @dataclass(frozen=True)
 class Decays:
-    """All exponentials of one gate, and the highest nodes that are sums over it, in the order of the graph."""
+    """All exponentials of one gate, and the highest nodes that are sums over it, in the order of the graph.
+
+    Where a sigmoid decays a state as it is, it stands among the exponentials, and `products` are what it decays.
+    """
 
     exponentials: tuple[fx.Node, ...]
-    cumulative: tuple[fx.Node, ...]
+    cumulative: tuple[fx.Node, ...] = ()
+    products: tuple[fx.Node, ...] = ()
 
     @property
     def starts(self) -> tuple[fx.Node, ...]:
-        """What must lie inside a region: the running sums of the gate, or else its exponentials."""
-        return self.cumulative or self.exponentials
+        """What must lie inside a region: the running sums of the gate, or else its exponentials, or their products."""
+        return self.products or self.cumulative or self.exponentials
+
+    @property
+    def gate_ends(self) -> tuple[fx.Node, ...]:
+        """What depends on the gate and on no other leaf."""
+        if not self.products:
+            return self.starts
+        behind = ((factor, behind_views_and_casts(factor)) for one in self.products for factor in one.all_input_nodes)
+        return tuple(factor for factor, base in behind if base in self.exponentials)
 
 
 def find_decays(flow: Dataflow) -> list[Decays]:
@@ -87,7 +102,49 @@ def find_decays(flow: Dataflow) -> list[Decays]:
             groups.setdefault(gate, []).append(node)
             sums.setdefault(gate, set()).update(cumulative)
     found = [Decays(tuple(nodes), tuple(flow.in_order(sums[gate]))) for gate, nodes in groups.items()]
-    return [part for group in found for part in _recurrences(flow, group)]
+    return [*(part for group in found for part in _recurrences(flow, group)), *_sigmoid_decays(flow)]
+
+
+def _sigmoid_decays(flow: Dataflow) -> Iterator[Decays]:
+    """Sigmoids, and powers of them, that are spread over something which is summed with and read like a state.
+
+    Both are never negative, so that a logarithm gives back what the operators take.
+    """
+    for node in flow.nodes:
+        is_power = node.target is ATEN.pow.Tensor_Scalar and _is_sigmoid(node.args[0])
+        if (is_power or _is_sigmoid(node)) and node not in flow.constants and _spread_products(flow, node):
+            products = state_products(flow, Decays((node,)))
+            if products and any(_is_read(flow, product) for product in products):
+                yield Decays((node,), products=tuple(products))
+
+
+def _is_sigmoid(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is ATEN.sigmoid.default
+
+
+def _spread_products(flow: Dataflow, factor: fx.Node) -> bool:
+    """Whether a larger thing is multiplied with a factor, be it through views, and the product is summed with."""
+    todo = [factor]
+    while todo:
+        node = todo.pop()
+        for user in flow.users[node]:
+            if is_view(user) or user.target in CASTS:
+                todo.append(user)
+            elif user.target in _STATE_PRODUCTS and len(shape_of(user)) > 2 and _grows(flow, node, user):
+                return True
+    return False
+
+
+def _grows(flow: Dataflow, node: fx.Node, product: fx.Node) -> bool:
+    return numel_of(product) > numel_of(node) and bool(sums_with(flow, product))
+
+
+def _is_read(flow: Dataflow, product: fx.Node) -> bool:
+    """Whether a product is a factor of a sum of products, be it through views."""
+    return any(
+        is_contraction(user) or (user.target is ATEN.mul.Tensor and any(map(is_contraction, flow.users[user])))
+        for user in _read_through_views(flow, product)
+    )
 
 
 def _recurrences(flow: Dataflow, group: Decays) -> list[Decays]:
@@ -95,7 +152,7 @@ def _recurrences(flow: Dataflow, group: Decays) -> list[Decays]:
     if group.cumulative or len(group.exponentials) < 2:
         return [group]
     products = state_products(flow, group)
-    decay_of = {product: _decay_in(product, group) for product in products}
+    decay_of = {product: _decay_in(flow, product, group) for product in products}
     chains: nx.Graph = nx.Graph()
     chains.add_nodes_from(decay_of.values())
     for product in products:
@@ -107,10 +164,14 @@ def _recurrences(flow: Dataflow, group: Decays) -> list[Decays]:
     return [Decays(tuple(flow.in_order(part)), ()) for part in parts]
 
 
-def _decay_in(product: fx.Node, group: Decays) -> fx.Node:
+def _decay_in(flow: Dataflow, product: fx.Node, group: Decays) -> fx.Node:
     """The exponential that a state product decays by."""
     behind = (behind_views_and_casts(source) for source in product.all_input_nodes)
-    return next(node for node in behind if node in group.exponentials)
+    plain = next((node for node in behind if node in group.exponentials), None)
+    if plain is not None:
+        return plain
+    above = flow.ancestors([product.all_input_nodes[0]], stop=group.exponentials.__contains__)
+    return next(node for node in group.exponentials if node in above)
 
 
 def _gate_of(flow: Dataflow, exponential: fx.Node) -> tuple[frozenset[fx.Node], set[fx.Node]]:
@@ -154,19 +215,47 @@ def state_products(flow: Dataflow, decays: Decays) -> list[fx.Node]:
     """Products of a larger state with a decay that is one number for its last dimension, the one before, or both."""
     window = _window(flow, decays)
     below = flow.descendants(decays.exponentials, stop=lambda node: node not in window)
-    found = []
+    found = _moved_states(flow, decays.exponentials, window)
     for node in flow.in_order(below & window):
         factors = [a for a in node.args[:2] if isinstance(a, fx.Node) and is_tensor(a)] if node.args else []
         if node.target is ATEN.einsum.default:
             factors = [a for a in node.args[1] if isinstance(a, fx.Node)]  # type: ignore[union-attr]
-        if node.target not in (ATEN.mul.Tensor, ATEN.einsum.default) or len(factors) != 2:
+        if node.target not in _STATE_PRODUCTS or len(factors) != 2:
             continue
         for decay, state in (factors, factors[::-1]):
             is_decayed = behind_views_and_casts(decay) in decays.exponentials and _is_spread(decay, state, node)
             if is_decayed and (sums_with(flow, node) or _is_decayed_last(flow, state, node)):
                 found.append(node)
                 break
+    return flow.in_order(found)
+
+
+def _moved_states(flow: Dataflow, exponentials: Sequence[fx.Node], window: Collection[fx.Node]) -> list[fx.Node]:
+    """Products of a matrix and a state that are summed with, where exponentials are on the matrix' diagonal."""
+    todo = [user for node in exponentials for user in _read_through_views(flow, node) if user.target in _DIAGONALS]
+    seen: set[fx.Node] = set()
+    found: list[fx.Node] = []
+    while todo:
+        node = todo.pop()
+        if node in seen or node not in window:
+            continue
+        seen.add(node)
+        for user in _read_through_views(flow, node):
+            moves = user.target in _MATRIX_PRODUCTS and behind_views_and_casts(user.all_input_nodes[0]) is node
+            if moves and sums_with(flow, user):
+                found.append(user)
+            elif user.target in _MATRIX_PRODUCTS or user.target in _SUMS:
+                todo.append(user)
     return found
+
+
+def _read_through_views(flow: Dataflow, node: fx.Node) -> Iterator[fx.Node]:
+    """What reads a node or a view of it."""
+    for user in flow.users[node]:
+        if is_view(user) or user.target in CASTS:
+            yield from _read_through_views(flow, user)
+        else:
+            yield user
 
 
 def sums_with(flow: Dataflow, product: fx.Node) -> list[fx.Node]:
@@ -202,7 +291,7 @@ def _is_spread(decay: fx.Node, state: fx.Node, product: fx.Node) -> bool:
 
 
 def _window(flow: Dataflow, decays: Decays) -> set[fx.Node]:
-    first = flow.position[decays.starts[0]]
+    first = flow.position[(decays.cumulative or decays.exponentials)[0]]
     last = flow.position[decays.exponentials[-1]]
     return set(flow.nodes[first : last + WINDOW_NODES])
 

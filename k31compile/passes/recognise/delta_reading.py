@@ -14,6 +14,7 @@ from k31compile.graph.evaluate import run_in_float64
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, shape_of, symbols_of, value_of
+from k31compile.passes.recognise.gates import FlatGate, GateForm
 from k31compile.passes.recognise.operands import Dense, Values
 
 LN2 = math.log(2)
@@ -28,21 +29,29 @@ Memo = dict[object, Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class DeltaOperands:
-    """Leaves with their layouts; gate has letters bthk, or bth for a scalar gate; outputs as layouts."""
+    """Leaves with their layouts; gate has letters bthk or btw, or bth for a scalar gate; outputs as layouts.
 
-    query: Dense
+    Where only the state leaves, as of a prompt that is read ahead, there is no query and no `out`.
+    """
+
+    query: Dense | None
     key: Dense
     value: Dense
     gate: Dense
     beta: Dense
     state: Dense | None
-    out: Layout
+    out: Layout | None
     final: Layout | None
 
     @property
-    def vectors(self) -> tuple[Dense, Dense, Dense]:
-        """What a first sample treats alike, so that it serves every order of the three."""
-        return self.query, self.key, self.value
+    def asked(self) -> Dense:
+        """What reads the state: the query, or the key where nobody looks at what is read."""
+        return self.key if self.query is None else self.query
+
+    @property
+    def vectors(self) -> tuple[Dense, ...]:
+        """What a first sample treats alike, so that it serves every order of them."""
+        return (self.key, self.value) if self.query is None else (self.query, self.key, self.value)
 
     @property
     def is_scalar(self) -> bool:
@@ -53,16 +62,16 @@ class DeltaOperands:
 class DeltaReading(Reading):
     """Leaves read as q, k, v, gate, beta and a state, for one of four operators."""
 
-    def __init__(self, name: str, region: Region, operands: DeltaOperands, exponent: float, memo: Memo) -> None:
-        """One assignment, not yet confirmed; gates count in units of `exponent`, and `memo` is shared by all orders."""
-        self.name, self.region, self.operands, self.exponent = name, region, operands, exponent
-        self.context = f"{exponent:.6f}"
+    def __init__(self, name: str, region: Region, operands: DeltaOperands, form: GateForm, memo: Memo) -> None:
+        """One assignment, not yet confirmed; gates are held in one form, and `memo` is shared by all orders."""
+        self.name, self.region, self.operands, self.gate_form = name, region, operands, form
+        self.context = form.context
         self.learned: float | None = None
         self._memo = memo
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:
-        """Output and state."""
+        """Output and state, or the one of them that leaves."""
         return self.region.outputs
 
     def begin(self, substitution: Substitution) -> None:
@@ -87,7 +96,7 @@ class DeltaReading(Reading):
         return [{**symbols, **fewer}, symbols]
 
     def _letters_under(self, substitution: Substitution) -> dict[str, int]:
-        letters = {letter: self.operands.query.size(letter, substitution) for letter in "bthk"}
+        letters = {letter: self.operands.asked.size(letter, substitution) for letter in "bthk"}
         letters["v"] = self.operands.value.size("v", substitution)
         return letters
 
@@ -129,14 +138,14 @@ class DeltaReading(Reading):
         return vectors * 10**decades * (1.0, 1.0, 1.0, 1e6)[trial % 4]
 
     def _gates(self, generator: torch.Generator, trial: int) -> torch.Tensor:
-        sizes = [self._letters[letter] for letter in self.operands.gate.layout.letters]
+        sizes = [self._letters[letter] for letter in ("bth" if self.operands.is_scalar else "bthk")]
         strongest = (0.3, 5.0, 0.02, 0.3)[trial % 4]
         gates = -strongest * torch.rand(sizes, generator=generator, dtype=torch.float64)
         if trial % 4 == 3:
             # A few channels forget everything at once; more of them would overflow forms that are right.
             rare = torch.rand(sizes, generator=generator, dtype=torch.float64) < max(0.02, 1 / self._letters["t"] / 8)
             gates = torch.where(rare, -60.0, gates)
-        return gates / self.exponent
+        return self.gate_form.held(gates)
 
     def _betas(self, generator: torch.Generator, trial: int) -> torch.Tensor:
         sizes = [self._letters[letter] for letter in "bth"]
@@ -159,18 +168,23 @@ class DeltaReading(Reading):
     def judge(self, sample: Values, outputs: Sequence[torch.Tensor]) -> float:
         """o equal up to one factor, the state exactly."""
         expected, state = self._definition(sample)
-        got = self.operands.out.canonical(outputs[0])
+        error = self._judge_output(outputs[0], expected) if self.operands.out is not None else 0.0
+        if self.operands.final is not None:
+            final = distance(self.operands.final.canonical(outputs[-1]), state)
+            if not final < TOLERANCE:
+                raise Mismatch(f"its state differs from that of the {self._rule()} by {final:.1e} of its size")
+            error = max(error, final)
+        return error
+
+    def _judge_output(self, output: torch.Tensor, expected: torch.Tensor) -> float:
+        assert self.operands.out is not None
+        got = self.operands.out.canonical(output)
         if self.learned is None:
             # twelve digits: what an author writes as one factor or another has no more in common
             self.learned = float(f"{float((got * expected).sum() / expected.square().sum().clamp_min(1e-300)):.12g}")
         error = distance(got, self.learned * expected)
         if not error < TOLERANCE or self.learned == 0:
             raise Mismatch(f"its output differs from the {self._rule()} by {error:.1e} of its size")
-        if self.operands.final is not None:
-            final = distance(self.operands.final.canonical(outputs[1]), state)
-            if not final < TOLERANCE:
-                raise Mismatch(f"its state differs from that of the {self._rule()} by {final:.1e} of its size")
-            error = max(error, final)
         return error
 
     def _rule(self) -> str:
@@ -179,21 +193,19 @@ class DeltaReading(Reading):
     def _definition(self, sample: Values) -> tuple[torch.Tensor, torch.Tensor]:
         operands = self.operands
         query, key, value, gate, beta = (
-            o.canonical(sample) for o in (operands.query, operands.key, operands.value, operands.gate, operands.beta)
+            o.canonical(sample) for o in (operands.asked, operands.key, operands.value, operands.gate, operands.beta)
         )
         sizes = [self._letters[letter] for letter in "bhkv"]
         state = torch.zeros(sizes, dtype=torch.float64) if operands.state is None else operands.state.canonical(sample)
-        gate = self.exponent * gate
-        return _operator(self.name)(query, key, value, gate, beta, state)
+        return _operator(self.name)(query, key, value, self.gate_form.logarithms(gate), beta, state)
 
     def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The operator, its results in the layouts and dtypes of the author's."""
         operands, values = self.operands, dict(zip(self.region.leaves, leaves, strict=True))
         query, key, value, gate, beta = (
-            o.canonical(values) for o in (operands.query, operands.key, operands.value, operands.gate, operands.beta)
+            o.canonical(values) for o in (operands.asked, operands.key, operands.value, operands.gate, operands.beta)
         )
-        if self.exponent != 1.0:
-            gate = gate * self.exponent
+        gate = self.gate_form.logarithms(gate)
         layout = "VK" if _holds_values_first(operands) else "KV"
         state = None
         if operands.state is not None:
@@ -204,15 +216,22 @@ class DeltaReading(Reading):
                 *query.shape[:1], query.shape[2], query.shape[3], value.shape[3], dtype=torch.float32
             )
             state = state.transpose(-1, -2) if layout == "VK" else state
-        assert self.learned is not None
-        out, final = _operator(self.name)(query, key, value, gate, beta, state, scale=self.learned, state_layout=layout)
-        old = value_of(self.region.outputs[0])
-        results = [operands.out.restore(out, old.dim()).to(old.dtype)]
+        scale = self.learned if operands.out is not None else 1.0
+        assert scale is not None
+        out, final = _operator(self.name)(query, key, value, gate, beta, state, scale=scale, state_layout=layout)
+        results = []
+        if operands.out is not None:
+            results.append(_as_held(out, operands.out, self.region.outputs[0]))
         if operands.final is not None:
-            kept = value_of(self.region.outputs[1])
             final = final.transpose(-1, -2) if layout == "VK" else final
-            results.append(operands.final.restore(final, kept.dim()).to(kept.dtype))
+            results.append(_as_held(final, operands.final, self.region.outputs[-1]))
         return tuple(results)
+
+
+def _as_held(result: torch.Tensor, layout: Layout, output: fx.Node) -> torch.Tensor:
+    """A result in the layout and dtype that the author gave it."""
+    old = value_of(output)
+    return layout.restore(result, old.dim()).to(old.dtype)
 
 
 def _operator(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -261,7 +280,7 @@ def assignments(
                 for found in itertools.product(
                     _dense(key, "bthk", wanted),
                     _dense(value, "bthv", wanted),
-                    _dense(gate, "bth" if is_scalar else "bthk", wanted),
+                    _gates(gate, is_scalar, wanted),
                     _dense(beta, "bth", wanted),
                     states_read,
                     finals,
@@ -269,6 +288,34 @@ def assignments(
                     key_read, value_read, gate_read, beta_read, state, last = found
                     read = (asked, key_read, value_read, gate_read, beta_read, state)
                     yield DeltaOperands(*read, out_layout, last.layout if last else None)
+
+
+def assignments_to_state(
+    region: Region, gate: fx.Node, rest: Sequence[fx.Node], is_scalar: bool
+) -> Iterator[DeltaOperands]:
+    """Every way to read the leaves where the state is all that leaves: no query is among `rest`."""
+    for final in plain_layouts(shape_of(region.outputs[0]), "bhkv", {}):
+        known = {letter: final.size(letter, shape_of(region.outputs[0])) for letter in "bhkv"}
+        for key, value, beta, *states in itertools.permutations(rest):
+            for key_read in _dense(key, "bthk", {letter: known[letter] for letter in "bhk"}):
+                wanted = {**known, "t": key_read.size("t")}
+                states_read: Sequence[Dense | None] = _dense(states[0], "bhkv", wanted) if states else [None]
+                for value_read, gate_read, beta_read, state in itertools.product(
+                    _dense(value, "bthv", wanted),
+                    _gates(gate, is_scalar, wanted),
+                    _dense(beta, "bth", wanted),
+                    states_read,
+                ):
+                    yield DeltaOperands(None, key_read, value_read, gate_read, beta_read, state, None, final)
+
+
+def _gates(leaf: fx.Node, is_scalar: bool, known: Mapping[str, int]) -> list[Dense]:
+    """A gate for each head or channel; where no layout has both, one whose heads are split later."""
+    found = _dense(leaf, "bth" if is_scalar else "bthk", known)
+    if found or is_scalar:
+        return found
+    flat = plain_layouts(shape_of(leaf), "btw", {**known, "w": known["h"] * known["k"]})
+    return [FlatGate(leaf, layout, known["k"]) for layout in flat]
 
 
 def _dense(leaf: fx.Node, letters: str, known: Mapping[str, int]) -> list[Dense]:

@@ -4,7 +4,8 @@ S = Diag(exp g) S;  u = beta (v - S^T k);  S = S + k u^T;  o = scale S^T q
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import fx
 
@@ -24,8 +25,16 @@ from k31compile.passes.recognise.decays import (
     state_products,
     sums_with,
 )
-from k31compile.passes.recognise.delta_reading import LN2, DeltaReading, Memo, assignments
+from k31compile.passes.recognise.delta_reading import (
+    LN2,
+    DeltaOperands,
+    DeltaReading,
+    Memo,
+    assignments,
+    assignments_to_state,
+)
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.gates import GateForm, is_flat_gate
 from k31compile.passes.recognise.operands import weight_operands, with_plain_integers
 
 _MOST_EXITS = 8
@@ -62,16 +71,17 @@ class DeltaRuleRecogniser(Recogniser):
         passing = {node for state in final for node in states[state]}
         before = flow.ancestors([*products, *final])
         exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
+        for out in _last_of_each_value(exits)[:_MOST_EXITS]:
+            eligible = functools.partial(_may_be_leaf, flow, decays, out, products[-1] if products else None)
+            yield _demand(flow, decays, (out, *final), eligible)
+        if final:
+            eligible = functools.partial(_may_make_state, flow, decays, final[0], products[-1])
+            yield _demand(flow, decays, tuple(final), eligible)
         if not exits and products:
             raise Mismatch(
                 "what leaves the recurrence is not one output and the state after the last token: "
                 "states or outputs between two tokens are kept or read"
             )
-        for out in _last_of_each_value(exits)[:_MOST_EXITS]:
-            outputs = (out, *final)
-            core = flow.between(decays.starts, outputs) | set(outputs)
-            eligible = functools.cache(functools.partial(_may_be_leaf, flow, out, products[-1] if products else None))
-            yield Demand(outputs, frozenset(core), eligible, capacity=numel_of)
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """The leaves before they were turned about and cast: the operator reads them as they are."""
@@ -84,20 +94,28 @@ class DeltaRuleRecogniser(Recogniser):
     def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
         """The gate is what the exponentials depend on; the others are told apart by shape, and by running."""
         decays = _decays_of(flow, anchor)
-        above = flow.ancestors(decays.starts, stop=set(region.leaves).__contains__)
+        above = flow.ancestors(decays.gate_ends, stop=set(region.leaves).__contains__)
         floats = [leaf for leaf in region.leaves if is_float(leaf)]
         gates = [leaf for leaf in floats if leaf in above]
         rest = [leaf for leaf in floats if leaf not in gates]
-        if len(gates) != 1 or len(rest) not in (4, 5) or len(floats) != len(region.leaves):
+        if len(gates) != 1 or len(rest) not in (3, 4, 5) or len(floats) != len(region.leaves):
             return
-        final = region.outputs[1] if len(region.outputs) > 1 else None
         memo: Memo = {}
-        exponent = LN2 if any(node.target is not ATEN.exp.default for node in decays.exponentials) else 1.0
-        found = assignments(region, gates[0], rest, region.outputs[0], final, self.is_scalar)
-        for count, operands in enumerate(found):
-            if count == _MOST_READINGS:
-                return
-            yield DeltaReading(self.name, region, operands, exponent, memo)
+        unit = 1.0 if all(node.target is ATEN.exp.default for node in decays.exponentials) else LN2
+        form = GateForm(is_decay=True) if decays.products else GateForm(unit)
+        found = self._operands(flow, decays, region, gates[0], rest)
+        for operands in itertools.islice(found, _MOST_READINGS):
+            yield DeltaReading(self.name, region, operands, form, memo)
+
+    def _operands(
+        self, flow: Dataflow, decays: Decays, region: Region, gate: fx.Node, rest: list[fx.Node]
+    ) -> Iterator[DeltaOperands]:
+        """The leaves told apart by shape: as those of an output, with the state or without, or of the state alone."""
+        final = region.outputs[1] if len(region.outputs) > 1 else None
+        if final is None and len(rest) < 5 and _is_state(flow, decays, region.outputs[0]):
+            yield from assignments_to_state(region, gate, rest, self.is_scalar)
+        elif len(rest) > 3:
+            yield from assignments(region, gate, rest, region.outputs[0], final, self.is_scalar)
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nobody else reads what the operator does not give, a state between two tokens for one."""
@@ -124,6 +142,19 @@ class DeltaRuleRecogniser(Recogniser):
 def _decays_of(flow: Dataflow, anchor: fx.Node) -> Decays:
     groups = flow.remember("decays", lambda: find_decays(flow))
     return next(group for group in groups if group.exponentials[0] is anchor)
+
+
+def _demand(
+    flow: Dataflow, decays: Decays, outputs: tuple[fx.Node, ...], eligible: Callable[[fx.Node], bool]
+) -> Demand:
+    core = flow.between(decays.starts, outputs) | set(outputs)
+    return Demand(outputs, frozenset(core), functools.cache(eligible), capacity=numel_of)
+
+
+def _is_state(flow: Dataflow, decays: Decays, node: fx.Node) -> bool:
+    """Whether a node is what the last state product became, rather than what is read of it."""
+    products = state_products(flow, decays)
+    return bool(products) and node in (products[-1], *sums_with(flow, products[-1]))
 
 
 def _last_of_each_value(exits: Sequence[fx.Node]) -> list[fx.Node]:
@@ -178,10 +209,12 @@ def _wide(node: fx.Node) -> list[int]:
     return sorted(size for size in shape_of(node) if size != 1)
 
 
-def _may_be_leaf(flow: Dataflow, out: fx.Node, state: fx.Node | None, node: fx.Node) -> bool:
+def _may_be_leaf(flow: Dataflow, decays: Decays, out: fx.Node, state: fx.Node | None, node: fx.Node) -> bool:
     """Whether the shape is that of a vector or a number for each token and head of `out`, or that of the state."""
     if not is_float(node) or _is_pairwise(flow, node):
         return False
+    if is_flat_gate(node, decays.exponentials, state):
+        return True
     sizes = _wide(node)
     matrix = _wide(state) if state is not None else []
     if matrix and sizes == matrix:
@@ -202,3 +235,19 @@ def _may_be_leaf(flow: Dataflow, out: fx.Node, state: fx.Node | None, node: fx.N
             if len(rest) <= 1 and fits:
                 return True
     return False
+
+
+def _may_make_state(flow: Dataflow, decays: Decays, state: fx.Node, product: fx.Node, node: fx.Node) -> bool:
+    """Whether the shape is that of the state, or that of a vector or a number for each token and head of it."""
+    if not is_float(node) or _is_pairwise(flow, node):
+        return False
+    rest = _wide(node)
+    if rest == _wide(state) or is_flat_gate(node, decays.exponentials, product):
+        return True
+    for size in shape_of(product)[:-2]:
+        if size in rest:
+            rest.remove(size)
+        elif size != 1:
+            return False
+    widths = set(shape_of(product)[-2:])
+    return len(rest) < 2 or (len(rest) == 2 and bool(widths.intersection(rest)))
