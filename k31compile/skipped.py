@@ -1,4 +1,4 @@
-"""A loop whose shapes depend on the data is left as Python by Dynamo with all of its function, and nobody is told.
+"""A loop whose shapes or branches depend on the data: Dynamo leaves all of its function as Python and tells nobody.
 
 Each expert on the tokens that chose it, fetched by `torch.where(indices == i)`, is the usual one. No graph is made of
 the function, so that no report of a graph could tell: what was skipped is kept here until a report takes it.
@@ -13,18 +13,18 @@ from types import CodeType
 
 log = logging.getLogger("k31compile")
 
-_CAUSE = "Dynamic shape operator"
+_CAUSES = ("Dynamic shape operator", "Data-dependent branching")
 _told: set[str] = set()
 _untold: list[str] = []
 
 
 @contextmanager
 def tell_of_skipped(code: CodeType) -> Iterator[None]:
-    """Note it where Dynamo gives the whole function up, inside the block, for shapes that depend on the data."""
+    """Note it where Dynamo gives the function up, inside the block, because something in a loop depends on the data."""
     try:
         yield
     except Exception as error:
-        if _CAUSE in str(error):
+        if any(cause in str(error) for cause in _CAUSES):
             _note(code, error)
         raise
 
@@ -41,8 +41,8 @@ def _note(code: CodeType, error: Exception) -> None:
     place = stack[-1] if stack else None
     where = f"{place.filename}:{place.lineno}" if place else f"{code.co_filename}:{code.co_firstlineno}"
     text = (
-        f"{code.co_qualname} is left uncompiled as a whole: what {where} fetches has a shape that depends on the data, "
-        "and in a loop Dynamo gives the function up. For experts in a list write for each of them "
+        f"{code.co_qualname} is left uncompiled as a whole: {where} makes a shape or a branch depend on the data, and "
+        "in a loop Dynamo gives the function up. For experts in a list write for each of them "
         "share = (weights * (indices == i)).sum(-1, keepdim=True); y = y + share * expert(x), which is recognised and "
         "then runs each expert on its own tokens only"
     )
