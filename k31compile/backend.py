@@ -28,6 +28,7 @@ from k31compile.nested import body_of, marked, nested_calls, repeated_layers, ru
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
 from k31compile.report import Report, record
+from k31compile.skipped import take_skipped
 from k31compile.targets.cpu import compile_for_cpu, providers
 
 log = logging.getLogger("k31compile")
@@ -53,7 +54,7 @@ def k31(
         StrictError: under `strict=True`, where the report would only tell.
     """
     chosen = _options(mode, options, unknown)
-    said = take_notes()
+    said = [*take_notes(), *take_skipped()]
     report = Report(versions={"torch": torch.__version__, "python": platform.python_version()}, notes=list(said))
     try:
         compiled = _compile(module, example_inputs, chosen, report)

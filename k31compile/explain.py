@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from k31compile.report import Report, reports
+from k31compile.skipped import take_skipped
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
@@ -22,9 +23,12 @@ def explain_with(options: dict[str, Any], model: nn.Module, *args: Any, **kwargs
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters["graph_break"].clear()
+    take_skipped()
     compiled = torch.compile(model, backend="k31", options=options)
     with torch.no_grad():
         compiled(*args, **kwargs)
     report = Report.merge(reports()[known:])
+    # The last function of a call may be one that no graph follows.
+    report.notes += take_skipped()
     report.graph_breaks = sum(counters["graph_break"].values())
     return report

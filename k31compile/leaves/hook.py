@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from k31compile.leaves.recall import form_of
 from k31compile.loops import node_budget
 from k31compile.options import Options
 from k31compile.report import Refusal
+from k31compile.skipped import tell_of_skipped
 
 Handler = Callable[..., Any]
 
@@ -77,7 +78,10 @@ def install(is_ours: Callable[[Any], Mapping[str, Any] | None]) -> None:
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
         frame = signature.bind(*args, **kwargs).arguments
         session = _begin(frame, is_ours(frame["compiler_fn"]))
-        with _session(session), node_budget(session.options.node_budget) if session else nullcontext():
+        if session is None:
+            with _session(session):
+                return plain(*args, **kwargs)
+        with _session(session), node_budget(session.options.node_budget), tell_of_skipped(frame["code"]):
             return plain(*args, **kwargs)
 
     compile_frame.k31_plain = plain  # type: ignore[attr-defined]

@@ -114,3 +114,47 @@ def test_a_buffer_keeps_its_identity() -> None:
     assert model.seen is buffer
     assert buffer.tolist() == [3.0] * 3
     assert results[-1].tolist() == [3.0] * 3
+
+
+class FetchedByExpert(torch.nn.Module):
+    """Each expert on the tokens that chose it, in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            row, slot = torch.where(indices == i)
+            y[row] += expert(x[row]) * weights[row, slot, None]
+        return y
+
+
+class AskedByExpert(FetchedByExpert):
+    """The same, experts without tokens skipped."""
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = indices == i
+            if mine.any():
+                y += (mine * weights).sum(-1, keepdim=True) * expert(x)
+        return y
+
+
+@pytest.mark.parametrize("kind", [FetchedByExpert, AskedByExpert])
+def test_a_loop_that_dynamo_skips_is_told_with_what_to_write(
+    kind: type[torch.nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    import k31compile
+
+    arguments = torch.randn(5, 6), torch.randint(0, 3, (5, 2)), torch.rand(5, 2)
+    with caplog.at_level(logging.WARNING, logger="k31compile"):
+        report = k31compile.explain(kind(), *arguments)
+    (note,) = [note for note in report.notes if f"{kind.__name__}.forward is left uncompiled" in note]
+    assert "test_what_is_said.py:" in note
+    assert "y = y + share * expert(x)" in note
+    assert note in caplog.text
+    again = k31compile.explain(torch.nn.Linear(6, 6), arguments[0])
+    assert not [note for note in again.notes if "left uncompiled" in note]

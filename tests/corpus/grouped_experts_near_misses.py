@@ -116,3 +116,52 @@ def token_kept_beside(y, experts, weights, gate_up, down):
     """The token itself is added to its experts' sum; the operator returns the sum."""
     gate, up = gate_and_up(y, experts, gate_up)
     return y + combined(situ(gate, up), experts, weights, down)
+
+
+def share_of(expert, experts, weights):
+    """[N, 1]: what the slots that name the expert weigh together."""
+    return (weights * (experts == expert)).sum(-1, keepdim=True)
+
+
+LISTS = "y experts weights gate_list up_list down_list"
+
+
+@near_miss(arguments=LISTS, served_by="the list of down projections moved by one, the last one first")
+def list_with_down_of_the_one_before(y, experts, weights, gates, ups, downs):
+    """Each expert of the list has the down projection of the one before it."""
+    out = torch.zeros_like(y)
+    for e, (gate, up) in enumerate(zip(gates, ups, strict=True)):
+        out = out + share_of(e, experts, weights) * F.linear(situ(F.linear(y, gate), F.linear(y, up)), downs[e - 1])
+    return out
+
+
+@near_miss(arguments=LISTS, served_by="the third expert's gate and up projection exchanged in the lists")
+def list_with_one_expert_turned(y, experts, weights, gates, ups, downs):
+    """One expert of the list reads its gate from the up projection; the operator reads all alike."""
+    out = torch.zeros_like(y)
+    for e, down in enumerate(downs):
+        gate, up = F.linear(y, gates[e]), F.linear(y, ups[e])
+        inner = situ(up, gate) if e == 2 else situ(gate, up)
+        out = out + share_of(e, experts, weights) * F.linear(inner, down)
+    return out
+
+
+@near_miss(arguments=LISTS, lengths=(7,), served_by="two experts exchanged in all three lists")
+def list_with_two_shares_exchanged(y, experts, weights, gates, ups, downs):
+    """The weights of experts 1 and 4 are exchanged."""
+    out = torch.zeros_like(y)
+    for e, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):
+        share = share_of({1: 4, 4: 1}.get(e, e), experts, weights)
+        out = out + share * F.linear(situ(F.linear(y, gate), F.linear(y, up)), down)
+    return out
+
+
+@near_miss(arguments=LISTS, lengths=(7,))
+def list_with_a_linear_expert(y, experts, weights, gates, ups, downs):
+    """One expert of the list has no activation."""
+    out = torch.zeros_like(y)
+    for e, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):
+        halves = F.linear(y, gate), F.linear(y, up)
+        inner = halves[0] * halves[1] if e == 6 else situ(*halves)
+        out = out + share_of(e, experts, weights) * F.linear(inner, down)
+    return out

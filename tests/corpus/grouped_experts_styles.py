@@ -47,6 +47,25 @@ def list_of_experts(y, experts, weights, gates, ups, downs):
     return out
 
 
+@spelling(arguments="y experts weights gate_list up_list down_list", options={"activation": "swiglu"}, half=True)
+def list_on_all_tokens(y, experts, weights, gates, ups, downs):
+    """Matrices in Python lists, every expert on every token, its share summed over the slots that name it; SwiGLU."""
+    out = torch.zeros_like(y)
+    for e, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):
+        share = (weights * (experts == e)).sum(-1, keepdim=True).to(y.dtype)
+        out = out + share * F.linear(F.silu(F.linear(y, gate)) * F.linear(y, up), down)
+    return out
+
+
+@spelling(arguments="y experts weights gate_up_list down_list")
+def list_stacked(y, experts, weights, gate_ups, downs):
+    """What each expert of a list gives, stacked; the rows of the chosen gathered from that."""
+    halves = [F.linear(y, packed).chunk(2, dim=-1) for packed in gate_ups]
+    rows = torch.stack([F.linear(situ(*pair), down) for pair, down in zip(halves, downs, strict=True)], dim=1)
+    chosen = rows.gather(1, experts.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+    return (chosen * weights.unsqueeze(-1)).sum(dim=1)
+
+
 @spelling()
 def weights_gathered(y, experts, weights, gate_up, down):
     """The weights of each token's experts fetched by index; einsum over token and slot."""

@@ -48,6 +48,14 @@ def routed(x, weight, bias=BIAS, k=4):
     return weights / (weights.sum(-1, keepdim=True) + 1e-20), experts
 
 
+@pytest.mark.parametrize("count", [60, 128, 896])
+@pytest.mark.parametrize("score", [torch.sigmoid, lambda logits: logits.softmax(-1)])
+def test_many_experts_without_a_bias(score, count):
+    ran = run(lambda x, w: score(x @ w.T).topk(4, -1), random(3, 9), random(count, 9, seed=1), stable=False)
+    assert ran.fused == {OPERATOR: 1}, ran.reasons
+    assert torch.equal(ran.got[1], ran.want[1])
+
+
 def test_tokens_of_a_batch_stay_three_dimensional():
     ran = run(lambda x, w: routed(x, w), random(2, 5, 9), random(20, 9, seed=1), stable=False)
     assert ran.fused == {OPERATOR: 1}

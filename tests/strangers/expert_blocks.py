@@ -108,12 +108,7 @@ class RepeatedTokens(nn.Module):
 
 BOTH = {"moe_gating_top_k": 1, "grouped_experts": 1}
 STRANGERS = [
-    Stranger(
-        "list_of_experts",
-        lambda: (ListOfExperts(), (torch.randn(2, 4, 12),)),
-        BOTH,
-        limit="experts with matrices of their own, in a Python list",
-    ),
+    Stranger("list_of_experts", lambda: (ListOfExperts(), (torch.randn(2, 4, 12),)), BOTH),
     Stranger("conditional_ffn", lambda: (ConditionalFeedForward(), (torch.randn(2, 3, 14),)), BOTH),
     Stranger("latent_one_hot", lambda: (LatentOneHot(), (torch.randn(9, 20),)), BOTH),
     Stranger("repeated_tokens", lambda: (RepeatedTokens(), (torch.randn(7, 16),)), BOTH),

@@ -28,7 +28,8 @@ def fuse_grouped_experts(module: fx.GraphModule, options: Options) -> PassResult
     Refuses when:
         the experts' activation is neither SiTU nor SwiGLU;
         what single experts give is read by anyone else;
-        the weights are spread by a scatter and a row may name an expert twice.
+        the weights are spread by a scatter and a row may name an expert twice;
+        experts in a Python list differ in more than their matrices, or numbers beyond the last one give something.
     """
     findings = recognise(module, GroupedExpertsRecogniser())
     return PassResult(findings.fused, findings.refused, findings.confirmations)

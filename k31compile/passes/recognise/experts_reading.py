@@ -8,13 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, allowed_bytes, relative_error
+from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, Sample, allowed_bytes, relative_error
 from k31compile.graph.constants import COMPARISONS, plain_floats
 from k31compile.graph.dataflow import ATEN
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, is_integer, numel_of, shape_of, shape_under, symbols_of, value_of
 from k31compile.graph.views import is_view
 from k31compile.kernels.expert_checks import SITU, SWIGLU
+from k31compile.passes.recognise.expert_matrices import (
+    Matrices,
+    are_only_compared,
+    comparisons_with,
+    shape_of_all,
+)
 from k31compile.passes.recognise.operands import Values, in_dtype
 
 _SMALL_ELEMENTS = 1 << 20
@@ -25,24 +31,26 @@ _USUAL_BOUNDS = (4.0, 25.0)
 
 @dataclass(frozen=True)
 class Projection:
-    """Where the matrices [E, out, in] of one projection are: in a stack, transposed or not, all of it or one half."""
+    """Where the matrices [out, in] of one projection are: in a stack or a list, transposed or not, whole or halved."""
 
-    stack: fx.Node
+    source: Matrices
     transposed: bool
     half: int | None = None
 
-    def matrices(self, values: Values) -> torch.Tensor:
-        """[E, out, in] as a view."""
-        stack = values[self.stack]
-        whole = stack.transpose(1, 2) if self.transposed else stack
+    def matrices(self, values: Values) -> list[torch.Tensor]:
+        """One [E, out, in] or E times [out, in], as views."""
+        return [self._view(values[node]) for node in self.source]
+
+    def _view(self, stored: torch.Tensor) -> torch.Tensor:
+        whole = stored.mT if self.transposed else stored
         if self.half is None:
             return whole
-        size = whole.shape[1] // 2
-        return whole[:, self.half * size : (self.half + 1) * size]
+        size = whole.shape[-2] // 2
+        return whole[..., self.half * size : (self.half + 1) * size, :]
 
     def size_out(self) -> int:
         """How many numbers a row of the product has."""
-        size = shape_of(self.stack)[2 if self.transposed else 1]
+        size = shape_of_all(self.source)[2 if self.transposed else 1]
         return size if self.half is None else size // 2
 
 
@@ -56,6 +64,16 @@ class ExpertOperands:
     gate: Projection
     up: Projection
     down: Projection
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return shape_of_all(self.gate.source)[0]
+
+    @property
+    def are_lists(self) -> bool:
+        """Whether every expert has matrices of its own."""
+        return len(self.gate.source) > 1
 
 
 @dataclass(frozen=True)
@@ -72,10 +90,14 @@ class ExpertsReading(Reading):
 
     name = "grouped_experts"
 
-    def __init__(self, region: Region, operands: ExpertOperands, distinct: bool) -> None:
-        """One assignment, not yet confirmed; `distinct` where no row can name an expert twice."""
+    def __init__(self, region: Region, operands: ExpertOperands, distinct: bool, orders: str) -> None:
+        """One assignment, not yet confirmed; `distinct` where no row can name an expert twice.
+
+        `orders` names the matrices in every order that is tried: equal regions may stand in graphs of other orders.
+        """
         self.region, self.operands, self.distinct = region, operands, distinct
-        self.context = f"distinct={distinct}"
+        self.context = f"distinct={distinct}:{orders}"
+        self._outside = _numbers_outside(region, operands)
         self.learned: Activation | None = None
         self._activations = _activations(region)
 
@@ -97,13 +119,17 @@ class ExpertsReading(Reading):
         """Sizes and what reshapes make of them, as smaller ones; nothing where a number means two of them."""
         rows, k = shape_of(self.operands.experts)
         inner, width, out = self.operands.gate.size_out(), shape_of(self.operands.x)[1], self.operands.down.size_out()
-        experts = shape_of(self.operands.gate.stack)[0]
-        if _compares_with_others(self.region, {experts, experts - 1, k}):
+        experts, are_lists = self.operands.count, self.operands.are_lists
+        if _compares_with_others(self.region, range(experts) if are_lists else {experts, experts - 1, k}):
             return {}
-        small = {inner: 12, width: 20, out: 20 if out == width else 28, experts: max(11, k + 3)}
+        small = {inner: 12, width: 20, out: 20 if out == width else 28}
+        if not are_lists:
+            small[experts] = max(11, k + 3)
         if isinstance(value_of(self.operands.x).shape[0], int):
             small.setdefault(rows, 7)
-        small = {full: min(full, less) for full, less in small.items() if full > _LARGE}
+        # Numbers below that of experts in a list are experts' own.
+        least = max(_LARGE, experts - 1) if are_lists else _LARGE
+        small = {full: min(full, less) for full, less in small.items() if full > least}
 
         def less(size: int) -> int:
             return small.get(size, size)
@@ -115,6 +141,7 @@ class ExpertsReading(Reading):
         for full, value in pairs:
             if full > _LARGE and (full != value or full in derived):
                 ambiguous |= derived.setdefault(full, value) != value
+        ambiguous |= are_lists and min(derived, default=experts) < experts
         return {} if ambiguous or len({rows, inner, width, experts}) < 4 or k in small else derived
 
     def begin(self, substitution: Substitution) -> None:
@@ -126,38 +153,65 @@ class ExpertsReading(Reading):
     def sizes(self) -> Mapping[str, int]:
         """N, E, K, L."""
         rows, k = self._shapes[self.operands.experts]
-        experts = self._shapes[self.operands.gate.stack][0]
+        source = self.operands.gate.source
+        experts = len(source) if self.operands.are_lists else self._shapes[source[0]][0]
         return {"N": rows, "E": experts, "K": k, "L": self._shapes[self.operands.x][1]}
 
     def samples(self) -> int:
-        """Enough to meet every expert."""
+        """Enough to meet every expert, each of a list for certain; then numbers that are no expert's."""
+        return self._inside() + len(self._outside)
+
+    def _inside(self) -> int:
         sizes = self.sizes()
-        return max(4, min(64, -(-sizes["E"] // max(1, sizes["N"] * sizes["K"]))))
+        rounds = -(-sizes["E"] // max(1, sizes["N"] * sizes["K"]))
+        if self.operands.are_lists:
+            return max(4, rounds if self.distinct else 2 * rounds)
+        return max(4, min(64, rounds))
 
     def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
         """Rows over decades, to far beyond every bound; weights of both signs; every expert in its turn."""
-        operands, sizes = self.operands, self.sizes()
+        operands = self.operands
         beyond = max([100.0, *(3 * bound for bound in _bounds(self.region) if bound < 1e4)])
         low, high = -2.0, math.log10(beyond)
         sample = {}
-        for stack in dict.fromkeys(part.stack for part in (operands.gate, operands.up, operands.down)):
-            shape = self._shapes[stack]
-            sample[stack] = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[2])
+        projections = (operands.gate, operands.up, operands.down)
+        for node in dict.fromkeys(node for part in projections for node in part.source):
+            shape = self._shapes[node]
+            sample[node] = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
         rows = torch.randn(self._shapes[operands.x], generator=generator, dtype=torch.float64)
         decades = torch.rand((rows.shape[0], 1), generator=generator, dtype=torch.float64) * (high - low) + low
         sample[operands.x] = rows * 10**decades
         sample[operands.weights] = torch.randn(self._shapes[operands.weights], generator=generator, dtype=torch.float64)
+        sample[operands.experts] = self._experts(trial).to(value_of(operands.experts).dtype)
+        return sample
+
+    def _experts(self, trial: int) -> torch.Tensor:
+        """Integers [N, k]: every expert in its turn, in every other trial one a row where nothing rules that out."""
+        sizes = self.sizes()
         order = torch.randperm(sizes["E"], generator=torch.Generator().manual_seed(5))
         count = sizes["N"] * sizes["K"]
-        places = (torch.arange(count) + trial * count) % sizes["E"]
+        turn = trial // 2 if self.operands.are_lists and not self.distinct else trial
+        places = (torch.arange(count) + turn * count) % sizes["E"]
         experts = order[places].view(sizes["N"], sizes["K"])
         if not self.distinct and trial % 2:
-            experts[:, 1:] = experts[:, :1]
-        sample[operands.experts] = experts.to(value_of(operands.experts).dtype)
-        return sample
+            experts[:, 1:] = experts[:, :1].clone()
+        if trial >= self._inside():
+            experts.view(-1)[::2] = self._outside[trial - self._inside()]
+        return experts
+
+    def run(self, sample: Sample, substitution: Substitution, trial: int) -> Sequence[torch.Tensor]:
+        """The region's output; none where it rejects numbers that are no expert's, as the author's own run would."""
+        try:
+            return super().run(sample, substitution, trial)
+        except (IndexError, RuntimeError):
+            if trial < self._inside():
+                raise
+            return ()
 
     def judge(self, sample: Values, outputs: Sequence[torch.Tensor]) -> float:
         """Keep the activations that give these numbers."""
+        if not outputs:
+            return 0.0
         kept, errors = [], []
         for activation in self._possible:
             error = relative_error(outputs[0], self._run(activation, sample))
@@ -178,9 +232,9 @@ class ExpertsReading(Reading):
             values[operands.x],
             values[operands.experts],
             values[operands.weights],
-            [operands.gate.matrices(values)],
-            [operands.up.matrices(values)],
-            [operands.down.matrices(values)],
+            operands.gate.matrices(values),
+            operands.up.matrices(values),
+            operands.down.matrices(values),
             activation=activation.activation,
             situ_beta=activation.situ_beta,
             linear_beta=activation.linear_beta,
@@ -208,6 +262,20 @@ def _compares_with_others(region: Region, sizes: Collection[int]) -> bool:
     return False
 
 
+def _numbers_outside(region: Region, operands: ExpertOperands) -> list[int]:
+    """Numbers that are no expert's, where the region compares: what it gives for them must be nothing.
+
+    Some layers let a token through unchanged where its choice is beyond the last expert.
+    """
+    compared = comparisons_with(operands.experts, region.nodes)
+    if not compared:
+        return []
+    near = {int(number) + step for number in compared.values() for step in (-1, 0, 1)}
+    near |= {operands.count, 2 * operands.count + 1}
+    least = -1 if are_only_compared(operands.experts, region.nodes) else operands.count
+    return sorted(number for number in near if least <= number < 0 or number >= operands.count)
+
+
 def _activations(region: Region) -> list[Activation]:
     """SwiGLU, and where there is a tanh SiTU with any bounds that the region names."""
     found = [Activation(SWIGLU)]
@@ -224,23 +292,22 @@ def _bounds(region: Region) -> list[float]:
 
 
 def assignments(
-    leaves: Sequence[fx.Node], experts: fx.Node, stacks: Sequence[fx.Node], out: fx.Node
+    rows: Sequence[fx.Node], experts: fx.Node, sources: Sequence[Matrices], out: fx.Node
 ) -> Iterator[ExpertOperands]:
-    """Every way to read the leaves by shape."""
-    rows = [leaf for leaf in leaves if leaf is not experts and leaf not in stacks]
+    """Every way to read two leaves and the matrices by shape."""
     for x, weights in itertools.permutations(rows, 2):
         if len(rows) != 2 or shape_of(weights) != shape_of(experts) or len(shape_of(x)) != 2:
             continue
-        for gate, up, down in _projections(stacks, shape_of(x)[1], shape_of(out)[1]):
+        for gate, up, down in _projections(sources, shape_of(x)[1], shape_of(out)[1]):
             yield ExpertOperands(x, experts, weights, gate, up, down)
 
 
 def _projections(
-    stacks: Sequence[fx.Node], width: int, out: int
+    sources: Sequence[Matrices], width: int, out: int
 ) -> Iterator[tuple[Projection, Projection, Projection]]:
-    for order in itertools.permutations(stacks):
+    for order in itertools.permutations(sources):
         *first, last = order
-        if len({shape_of(stack)[0] for stack in stacks}) != 1:
+        if len({shape_of_all(source)[0] for source in sources}) != 1:
             return
         ways = itertools.product((False, True), repeat=len(order))
         for turned in ways:
@@ -255,15 +322,15 @@ def _projections(
                     yield gate, up, down
 
 
-def are_projections(stacks: Sequence[fx.Node]) -> bool:
-    """Whether some sizes of tokens and results would make two or three stacks the projections of experts."""
-    if len(stacks) not in (2, 3):
+def are_projections(sources: Sequence[Matrices]) -> bool:
+    """Whether some sizes of tokens and results would make two or three sources the projections of experts."""
+    if len(sources) not in (2, 3):
         return False
-    sizes = {size for stack in stacks for size in shape_of(stack)[1:]}
-    return any(next(_projections(stacks, width, out), None) for width in sizes for out in sizes)
+    sizes = {size for source in sources for size in shape_of_all(source)[1:]}
+    return any(next(_projections(sources, width, out), None) for width in sizes for out in sizes)
 
 
 def _fit(part: Projection, size_in: int, size_out: int | None = None) -> bool:
-    shape = shape_of(part.stack)
+    shape = shape_of_all(part.source)
     even = part.half is None or shape[2 if part.transposed else 1] % 2 == 0
     return even and shape[1 if part.transposed else 2] == size_in and size_out in (None, part.size_out())

@@ -100,8 +100,10 @@ class GatingReading(Reading):
         decades = torch.rand(lead, generator=generator, dtype=torch.float64) * 2.5 - 1.5
         low = -75.0 * torch.rand(lead, generator=generator, dtype=torch.float64)
         is_low = torch.rand(lead, generator=generator, dtype=torch.float64) < 0.3
-        # Above 20 sigmoids of different logits are the same number, and which of equal ones is best is open.
-        sample = {self.logits: (logits * 10**decades + low * is_low).clamp(max=20.0)}
+        # Above 20 sigmoids of different logits are the same number, and which of equal ones is best is open: a row that
+        # reaches further is moved as a whole, since several of many experts would meet at a bound.
+        rows = logits * 10**decades + low * is_low
+        sample = {self.logits: rows - (rows.amax(-1, keepdim=True) - 20.0).clamp_min(0.0)}
         if self.bias is not None:
             size, shift = ((0.3, 0.0), (3.0, 0.0), (0.02, 0.0), (0.3, -1.0), (30.0, 0.0))[trial % 5]
             bias = torch.randn(self._shape[-1], generator=generator, dtype=torch.float64) * size + shift

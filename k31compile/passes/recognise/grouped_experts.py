@@ -4,7 +4,7 @@ out[n] = sum_j weights[n, j] * down_e(act(gate_e(x_n), up_e(x_n))),    e = exper
 """
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import fx
 
@@ -14,6 +14,14 @@ from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, is_integer, numel_of, shape_of
 from k31compile.graph.views import CASTS, behind_views_and_casts, is_view, same_size_base
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
+from k31compile.passes.recognise.expert_matrices import (
+    Matrices,
+    below_comparisons,
+    body_above,
+    is_single_matrix,
+    orders_of,
+    shared_factors,
+)
 from k31compile.passes.recognise.experts_reading import ExpertsReading, are_projections, assignments
 from k31compile.passes.recognise.operands import is_parameter
 
@@ -25,13 +33,13 @@ _GATING = "k31.moe_gating_top_k.default"
 
 
 class GroupedExpertsRecogniser(Recogniser):
-    """Anchored on the experts of each token, integers [N, k], where stacks of matrices are in the graph."""
+    """Anchored on the experts of each token, integers [N, k], where stacks or lists of matrices are in the graph."""
 
     name = "grouped_experts"
 
     def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
         """Integers [N, k] as they were first, with some row of floats behind them that experts could have made."""
-        if not _matrices(flow):
+        if not _matrices(flow) and not shared_factors(flow):
             return []
         found = dict.fromkeys(_as_first_written(node) for node in flow.nodes if _is_pairs(flow, node))
         return [node for node in found if node in flow.live]
@@ -41,14 +49,10 @@ class GroupedExpertsRecogniser(Recogniser):
         for out in _exits(flow, anchor):
             inside = flow.between([anchor], [out]) - {anchor}
             stacks = _stacks_above(flow, anchor, out, inside)
-            if not are_projections(stacks):
-                continue
-            # Tokens are mostly as wide as the result; what is as wide as some projection may be an expert's inside.
-            for widths in ({shape_of(out)[1]}, {size for stack in stacks for size in shape_of(stack)[1:]}):
-                eligible = functools.cache(functools.partial(_may_be_leaf, shape_of(anchor), frozenset(widths)))
-                for weights in _weights_inside(flow, anchor, inside):
-                    above = flow.ancestors(weights, stop=lambda node: node is anchor)
-                    yield Demand((out,), frozenset(inside - above), eligible, (anchor, *stacks, *weights))
+            if are_projections(stacks):
+                yield from _demands_of_stacks(flow, anchor, out, inside, stacks)
+            else:
+                yield from _demands_of_lists(flow, anchor, out, inside)
 
     def variants(self, flow: Dataflow, leaves: tuple[fx.Node, ...]) -> Iterator[tuple[fx.Node, ...]]:
         """The leaves as they were found."""
@@ -56,12 +60,22 @@ class GroupedExpertsRecogniser(Recogniser):
 
     def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
         """Told apart by shape, and by running."""
+        out = region.outputs[0]
         possible = _stacks(flow, anchor)
-        stacks = [leaf for leaf in region.leaves if leaf in possible]
-        if anchor not in region.leaves or len(region.leaves) != len(stacks) + 3:
+        matrices = [leaf for leaf in region.leaves if leaf in possible]
+        orders: list[tuple[Matrices, ...]] = [tuple((stack,) for stack in matrices)]
+        if not matrices:
+            inside = flow.between([anchor], [out]) - {anchor}
+            matrices = [leaf for leaf in region.leaves if is_single_matrix(flow, anchor, leaf)]
+            orders = orders_of(flow, anchor, inside, matrices)
+        rows = [leaf for leaf in region.leaves if leaf is not anchor and leaf not in matrices]
+        if anchor not in region.leaves or len(rows) != 2:
             return
-        for operands in assignments(region.leaves, anchor, stacks, region.outputs[0]):
-            yield ExpertsReading(region, operands, _are_distinct(anchor))
+        index = {leaf: i for i, leaf in enumerate(region.leaves)}
+        named = str([[[index[node] for node in source] for source in sources] for sources in orders])
+        for sources in orders:
+            for operands in assignments(rows, anchor, sources, out):
+                yield ExpertsReading(region, operands, _are_distinct(anchor), named)
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nobody else reads what a single expert gives."""
@@ -72,7 +86,7 @@ class GroupedExpertsRecogniser(Recogniser):
                 raise Mismatch(f"{node.name}, what single experts give, is also read by {reader.name}")
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
-        """Stacks of two or three matrices an expert are used with these integers, not with others made of them."""
+        """Two or three matrices an expert are used with these integers, not with others made of them."""
         if any(_is_pairs(flow, source) for source in flow.inputs[anchor]):
             return False
         for out in _exits(flow, anchor):
@@ -81,11 +95,38 @@ class GroupedExpertsRecogniser(Recogniser):
                 return False  # what lies behind another choice is that one's: integers of an indexer end there
             if are_projections(_stacks_above(flow, anchor, out, inside)):
                 return True
+            _, singles = body_above(flow, anchor, out, inside, ())
+            if any(are_projections(sources) for sources in orders_of(flow, anchor, inside, singles)):
+                return True
         return False
 
     def hint(self, reason: str) -> str:
         """What to change."""
         return "the recognised form is sum_j w_j down_e(act(gate_e(x), up_e(x))) with SiTU or SwiGLU"
+
+
+def _demands_of_stacks(
+    flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: set[fx.Node], stacks: Sequence[Matrices]
+) -> Iterator[Demand]:
+    nodes = [stack for (stack,) in stacks]
+    # Tokens are mostly as wide as the result; what is as wide as some projection may be an expert's inside.
+    for widths in ({shape_of(out)[1]}, {size for stack in nodes for size in shape_of(stack)[1:]}):
+        eligible = functools.cache(functools.partial(_may_be_leaf, shape_of(anchor), frozenset(widths)))
+        for weights in _weights_inside(flow, anchor, inside):
+            above = flow.ancestors(weights, stop=lambda node: node is anchor)
+            yield Demand((out,), frozenset(inside - above), eligible, (anchor, *nodes, *weights))
+
+
+def _demands_of_lists(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: set[fx.Node]) -> Iterator[Demand]:
+    """All experts are written out, so that what lies between the leaves is known, and is all of it the core."""
+    masked = below_comparisons(flow, anchor, inside)
+    for weights in _weights_inside(flow, anchor, inside - masked.keys()):
+        body, matrices = body_above(flow, anchor, out, inside, weights)
+        if not any(are_projections(sources) for sources in orders_of(flow, anchor, inside, matrices)):
+            continue
+        widths = frozenset(size for matrix in matrices for size in shape_of(matrix))
+        eligible = functools.cache(functools.partial(_may_be_leaf, shape_of(anchor), widths))
+        yield Demand((out,), frozenset(body), eligible, (anchor, *matrices, *weights))
 
 
 def _other_choices(flow: Dataflow) -> set[fx.Node]:
@@ -152,7 +193,7 @@ def _weights_inside(flow: Dataflow, anchor: fx.Node, inside: Collection[fx.Node]
         yield (node,)
 
 
-def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
+def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collection[fx.Node]) -> list[Matrices]:
     """The stacks that `out` is made with, without those behind the tokens and the weights."""
     stacks, (rows, width) = _stacks(flow, anchor), shape_of(out)
 
@@ -162,7 +203,7 @@ def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collect
         plain = is_float(node) and shape_of(node) in (shape_of(anchor), (rows, width)) and node not in inside
         return plain and not any(behind_views_and_casts(source) in stacks for source in flow.inputs[node])
 
-    return flow.in_order(flow.ancestors([out], stop=is_row) & stacks)
+    return [(stack,) for stack in flow.in_order(flow.ancestors([out], stop=is_row) & stacks)]
 
 
 def _may_be_leaf(pairs: tuple[int, ...], widths: Collection[int], node: fx.Node) -> bool:
