@@ -3,7 +3,8 @@
     k31 explain examples/transformers_entries.py:kimi_linear
     k31 explain examples/transformers_entries.py:deepseek_v32
 
-No two sizes are alike, the experts' are what grouped products in bf16 take, and the indexer has so many heads that no two scores are equal.
+No two sizes are alike; the experts' are such that bf16 grouped products take them, and the indexer has so many heads
+that no two scores are equal.
 """
 
 from typing import Any

@@ -17,7 +17,7 @@ LAYERS = [
     {"passes"},
     {"targets"},
     {"cache"},
-    {"loops"},  # watches Dynamo and knows nothing of ours
+    {"loops", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves"},
     {"backend", "contract", "entry", "explain", "check", "nested", "between_regions"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
