@@ -12,15 +12,16 @@ import torch
 from torch import fx, nn
 from torch._dynamo.exc import UncapturedHigherOrderOpError
 from torch._inductor.compile_fx import compile_fx
+from torch.amp.autocast_mode import _enter_autocast
 
 import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.between_regions import rewrite_between
 from k31compile.contract.census import count_contained, count_fused, describe_graph
 from k31compile.contract.compare import hold_to_contract
-from k31compile.errors import K31Error, OptionError, StrictError
+from k31compile.errors import K31Error, OptionError, StrictError, TraceError
 from k31compile.graph.named_regions import read_regions
-from k31compile.graph.trace import trace_functional
-from k31compile.leaves.hook import current, install
+from k31compile.graph.trace import refuse_shared_memory, trace_functional
+from k31compile.leaves.hook import count_frames, current, install
 from k31compile.leaves.leaf import as_written, leaf_calls
 from k31compile.leaves.learn import learn
 from k31compile.loops import take_notes, tell
@@ -72,21 +73,34 @@ def compile(model: nn.Module, **options: Any) -> Compiled:
     """Compile a model whose repeated layers are traced and built once; options as for `backend="k31"`.
 
     The layers' classes are marked while a call runs and as they were before and after it. Layers that Dynamo cannot
-    take as regions, because they give back what they were given, are compiled one by one; the report says so. Raises
-    OptionError and NotBuiltYetError at once.
+    take as regions, because they give back what they were given, are compiled one by one; the report says so.
+
+    Raises:
+        OptionError, NotBuiltYetError: at once.
+        TraceError: at a call, where Dynamo finds that out after a graph break: a part of the model has run by then.
     """
     Options.from_mapping(options)
     kinds = repeated_layers(model)
     forwards: dict[type[nn.Module], Any] = {}
     compiled = torch.compile(model, backend="k31", options=options)
+    has_run = False
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        before = count_frames()
         try:
             with marked(kinds, forwards):
-                return compiled(*args, **kwargs)
+                result = compiled(*args, **kwargs)
+            has_run = True
+            return result
         except UncapturedHigherOrderOpError as error:
-            tell(why_not_regions(kinds, error))
+            why = why_not_regions(kinds, error)
             kinds.clear()
+            # Only where Dynamo was at its first frame nothing of the model has run, and it may run from the start.
+            if has_run or count_frames() > before + 1:
+                hint = "what ran before the layers has run; from the next call on each layer is compiled by itself"
+                raise TraceError(why, hint=hint) from error
+            tell(why)
         return compiled(*args, **kwargs)
 
     return call
@@ -104,7 +118,7 @@ def _options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mappi
 
 def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> Compiled:
     _tell_of_leaves(module, report)
-    foreign = _why_not_ours(example_inputs, options)
+    foreign = _why_not_ours(module, example_inputs, options)
     if foreign:
         return _hand_over(module, example_inputs, options, report, foreign)
     report.nodes_before = _count_nodes(module)
@@ -147,8 +161,14 @@ def _tell_of_leaves(module: fx.GraphModule, report: Report) -> None:
         report.refused.extend(session.refused.values())
 
 
-def _why_not_ours(example_inputs: Sequence[Any], options: Options) -> str:
+def _why_not_ours(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> str:
     """Why this graph goes to Inductor as it is; empty where it does not."""
+    graphs = [child.graph for child in module.modules() if isinstance(child, fx.GraphModule)]
+    if any(graph.find_nodes(op="call_function", target=_enter_autocast) for graph in graphs):
+        return (
+            "the graph enters autocast itself, and its casts are not seen by the passes, so Inductor compiled it "
+            "unfused: call the compiled model inside of torch.autocast, or give it weights of the lower precision"
+        )
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return (
@@ -194,6 +214,11 @@ def _rewrite_nested(
     """Rewrite each nested body once, and each stretch of the outer graph between the calls."""
     calls = nested_calls(module)
     run = run_fake(module, example_inputs)
+    refuse_shared_memory(
+        (node.name, example, run.is_written(run.values[node]))
+        for node, example in zip(module.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        if isinstance(example, torch.Tensor)
+    )
     for name, operands in run.operands.items():
         setattr(module, name, _rewrite(getattr(module, name), operands, options, report))
     rewrite_between(module, run, lambda stretch, operands: _rewrite(stretch, operands, options, report))

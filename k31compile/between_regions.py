@@ -24,18 +24,20 @@ _SHORTEST = 8
 def rewrite_between(module: fx.GraphModule, run: FakeRun, rewrite: Rewrite) -> None:
     """Rewrite, in place, each stretch between the nested calls of a graph; `run` is a fake one of the whole graph.
 
-    A stretch that hands on another view of a tensor that is written in place stays as it is: made functional, it
-    would hand on a copy.
+    A stretch that hands on a tensor that is written in place, or takes two views of one, stays as it is: made
+    functional, it would hand on a copy and take the two for separate.
     """
-    given = {node.name: value for node, value in run.values.items()}
     stretches = [stretch for stretch in find_stretches(module.graph) if _is_free(stretch, run)]
     fuse_by_partitions(module, [dict.fromkeys(stretch) for stretch in stretches], _PREFIX, always_return_tuple=True)
+    # Fusing makes the nodes anew, by the same names.
+    by_name = {node.name: value for node, value in run.values.items()}
+    values = {node: by_name[node.name] for node in module.graph.nodes if node.name in by_name}
     for call in [node for node in module.graph.nodes if node.op == "call_module" and _PREFIX in str(node.target)]:
-        operands = pytree.tree_map_only(fx.Node, lambda node: given[node.name], list(call.args))
+        operands = pytree.tree_map_only(fx.Node, values.__getitem__, list(call.args))
         body = rewrite(getattr(module, str(call.target)), operands)
-        _inline(module, call, body)
+        values.update(_inline(module, call, body))
     for node in module.graph.nodes:
-        node.meta.setdefault("val", given.get(node.name))
+        node.meta.setdefault("val", values.get(node))
     module.graph.lint()
     module.recompile()
 
@@ -52,18 +54,20 @@ def find_stretches(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _is_free(stretch: Sequence[fx.Node], run: FakeRun) -> bool:
-    """Whether it takes and gives tensors and sizes, and gives no view of what anything writes in place."""
+    """Whether it takes and gives tensors and sizes, and meets what is written in place as one whole input at most."""
     inside = set(stretch)
     outputs = [run.values[node] for node in stretch if any(user not in inside for user in node.users)]
-    inputs = [run.values[source] for node in stretch for source in node.all_input_nodes if source not in inside]
+    sources = dict.fromkeys(source for node in stretch for source in node.all_input_nodes if source not in inside)
+    inputs = [run.values[source] for source in sources]
     if not outputs or not all(isinstance(value, torch.Tensor) for value in outputs):
         return False
     takes_plain = all(isinstance(value, torch.Tensor | torch.SymInt | int) for value in inputs)
-    return takes_plain and not any(run.is_written(value) for value in outputs)
+    written = [run.memory(value) for value in inputs if isinstance(value, torch.Tensor) and run.is_written(value)]
+    return takes_plain and len(written) == len(set(written)) and not any(run.is_written(value) for value in outputs)
 
 
-def _inline(module: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
-    """Put the nodes of a rewritten stretch in the place of its call."""
+def _inline(module: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> dict[fx.Node, Any]:
+    """Put the nodes of a rewritten stretch in the place of its call; what they hand on, with its values."""
     graph, name = module.graph, str(call.target)
     placed: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), call.args, strict=True))
     with graph.inserting_before(call):
@@ -79,3 +83,6 @@ def _inline(module: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None
         graph.erase_node(taken)
     graph.erase_node(call)
     delattr(module, name)
+    own: Any = body.graph.output_node().args[0]
+    made = {node: kept for node, kept in zip(outputs, own, strict=True) if isinstance(node, fx.Node)}
+    return {node: kept.meta["val"] for node, kept in made.items() if kept.op != "placeholder"}

@@ -46,7 +46,12 @@ class FakeRun:
 
     def is_written(self, value: torch.Tensor) -> bool:
         """Whether anything wrote in place into the memory of a value."""
-        return value._version > 0 or _memory(value) in self.written
+        return value._version > 0 or self.memory(value) in self.written
+
+    @staticmethod
+    def memory(value: torch.Tensor) -> int:
+        """The memory that a value shares with its views."""
+        return int(value.untyped_storage()._cdata)
 
 
 def run_fake(module: fx.GraphModule, example_inputs: Sequence[Any]) -> FakeRun:
@@ -81,12 +86,8 @@ class _Recorder(fx.Interpreter):
             self._bodies[name] = outputs, [i for i, tensor in tensors if tensor._version > before[i]]
             return outputs
         outputs, written = self._bodies[name]
-        self.found.written.update(_memory(operands[i]) for i in written)
+        self.found.written.update(FakeRun.memory(operands[i]) for i in written)
         return pytree.tree_map_only(torch.Tensor, torch.empty_like, outputs)
-
-
-def _memory(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
@@ -97,7 +98,9 @@ def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
             kinds = [type(child) for child in module]
             found.update({kind: None for kind in kinds if kinds.count(kind) > 1})
     inner = {type(m) for kind in found for layer in model.modules() if type(layer) is kind for m in _below(layer)}
-    return [kind for kind in found if kind not in inner]
+    outer = [kind for kind in found if kind not in inner]
+    # The forward of a derived layer may call its base's: of the two only the base can be a region.
+    return [kind for kind in outer if not any(kind is not base and issubclass(kind, base) for base in outer)]
 
 
 def why_not_regions(kinds: Sequence[type[nn.Module]], error: Exception) -> str:

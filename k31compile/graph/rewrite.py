@@ -118,11 +118,21 @@ def _trace(
 
 
 def _with_strides_of(result: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    if same_strides(result, expected) or not is_dense(expected):
+    """The result as `expected` lies in memory; of one with gaps in it, a slice, with its dimensions in that order.
+
+    What is computed of it by element lies in the order of its dimensions, gaps or not.
+    """
+    order = _from_the_outermost(expected)
+    lies_alike = same_strides(result, expected) if is_dense(expected) else _from_the_outermost(result) == order
+    if lies_alike:
         return result
-    order = sorted(range(expected.dim()), key=lambda d: -_hint_stride(expected, d))
     inverse = [order.index(d) for d in range(expected.dim())]
     return result.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+
+
+def _from_the_outermost(tensor: torch.Tensor) -> list[int]:
+    """The dimensions by falling strides; those of size one, whose stride says nothing, first."""
+    return sorted(range(tensor.dim()), key=lambda d: (hint(tensor.shape[d]) != 1, -_hint_stride(tensor, d)))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ functionalisation a reader does not depend on the in-place write that it sees, a
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -72,7 +72,7 @@ def trace_functional(module: fx.GraphModule, example_inputs: Sequence[Any]) -> f
             hint="the graph goes to Inductor as it is; please report it with the model's code",
         ) from error
     _mark_inputs(traced, module, example_inputs)
-    _refuse_shared_memory(traced, example_inputs)
+    _refuse_shared_inputs(traced, example_inputs)
     _return_inputs_themselves(traced, aliases)
     _specialise_floats(traced)
     drop_asserts(traced)
@@ -160,16 +160,26 @@ def _unwrap(value: Any) -> Any:
     return torch._from_functional_tensor(value.elem)
 
 
-def _refuse_shared_memory(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raise TraceError where a write to one input would be seen through another: the trace takes them for separate."""
-    placeholders = traced.graph.find_nodes(op="placeholder")
-    tensors = [(n, e) for n, e in zip(placeholders, example_inputs, strict=True) if isinstance(e, torch.Tensor)]
+def _refuse_shared_inputs(traced: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     written = {n.args[0] for n in traced.graph.find_nodes(op="call_function", target=ATEN.copy_.default)}
-    for node, tensor in tensors:
-        for other, same in tensors:
-            if node in written and other is not node and _overlap(tensor, same):
+    refuse_shared_memory(
+        (node.meta["source_name"], example, node in written)
+        for node, example in zip(traced.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        if isinstance(example, torch.Tensor)
+    )
+
+
+def refuse_shared_memory(inputs: Iterable[tuple[str, torch.Tensor, bool]]) -> None:
+    """Raise TraceError where a write to one input would be seen through another: the trace takes them for separate.
+
+    Of each input its name, its tensor, and whether it is written.
+    """
+    known = list(inputs)
+    for i, (name, tensor, is_written) in enumerate(known):
+        for j, (other, same, _) in enumerate(known):
+            if is_written and i != j and _overlap(tensor, same):
                 raise TraceError(
-                    f"{node.meta['source_name']} and {other.meta['source_name']} share memory and one is written",
+                    f"{name} and {other} share memory and one is written",
                     hint="give the model separate tensors; this graph runs unfused",
                 )
 

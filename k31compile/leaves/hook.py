@@ -60,6 +60,12 @@ class Session:
 
 
 _active: list[Session | None] = [None]
+_frames = 0
+
+
+def count_frames() -> int:
+    """How many frames Dynamo has begun to compile in this process, for whomever."""
+    return _frames
 
 
 def current() -> Session | None:
@@ -76,6 +82,8 @@ def install(is_ours: Callable[[Any], Mapping[str, Any] | None]) -> None:
 
     @functools.wraps(plain)
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
+        global _frames
+        _frames += 1
         frame = signature.bind(*args, **kwargs).arguments
         session = _begin(frame, is_ours(frame["compiler_fn"]))
         if session is None:

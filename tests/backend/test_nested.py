@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import k31compile
+from k31compile.errors import TraceError
 from k31compile.report import last_report
 
 WIDTH, HEADS, INDEX, LATENT, KEYS, TOPK = 32, 3, 10, 14, 24, 5
@@ -183,3 +184,150 @@ def test_layers_that_give_back_their_input_are_compiled_one_by_one(eager: Any) -
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert last_report().fused["lightning_indexer"] == 2
     assert any("GivenBack: each layer was compiled by itself" in note for note in last_report().notes)
+
+
+class Plain(nn.Module):
+    """A layer that returns one new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+def eight(x: torch.Tensor) -> torch.Tensor:
+    """A stretch that is long enough to be rewritten."""
+    for _ in range(4):
+        x = (x * 1.01).sin() + 0.1
+    return x
+
+
+class Around(nn.Module):
+    """Three equal layers, and something before and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Plain() for _ in range(3))
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ReadLater(Around):
+    """What the first stretch makes is read by the last one."""
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        early = eight(x)
+        return eight(self.through(x)) + early
+
+
+class ViewBefore(Around):
+    """A view of the cache is taken before the layers, the cache is written behind them, the view is read."""
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        top = cache[:, :4]
+        x = self.through(x)
+        cache[:, :4] = x
+        return eight(x) + top
+
+
+class WrittenView(Around):
+    """The view is written, the cache is read."""
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        top = cache[:, :4]
+        x = self.through(x)
+        top.copy_(x)
+        return eight(x) + cache.sum()
+
+
+@pytest.mark.parametrize("kind", [ReadLater, ViewBefore, WrittenView])
+def test_memory_between_regions(kind: type[nn.Module], eager: Any) -> None:
+    torch.manual_seed(6)
+    model = kind().eval()
+    compiled = k31compile.compile(model, codegen="ops")
+    theirs = torch.randn(2, 6, WIDTH)
+    ours = theirs.clone()
+    for seed in (1, 2):
+        x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            with eager():
+                expected = model(x, theirs)
+            got = compiled(x, ours)
+        assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_inputs_that_share_memory_are_not_taken_for_separate(eager: Any) -> None:
+    class Two(Around):
+        def forward(self, x: torch.Tensor, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+            x = self.through(x)
+            whole.mul_(2.0)
+            return eight(x) + part
+
+    model = Two().eval()
+    x, whole = torch.randn(2, 4, WIDTH), torch.randn(2, 6, WIDTH)
+    other = whole.clone()
+    with torch.no_grad():
+        with eager():
+            expected = model(x, whole, whole[:, :4])
+        got = k31compile.compile(model, codegen="ops")(x, other, other[:, :4])
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_what_ran_before_a_graph_break_is_not_run_twice() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Returning() for _ in range(2))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            torch._dynamo.graph_break()
+            given = x
+            for layer in self.layers:
+                x, given = layer(x, given)
+            return x + given
+
+    class Returning(Plain):
+        def forward(self, x: torch.Tensor, given: torch.Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x), given
+
+    model = Counting().eval()
+    compiled = k31compile.compile(model, codegen="ops")
+    with torch.no_grad():
+        with pytest.raises(TraceError, match="what ran before the layers has run"):
+            compiled(torch.randn(2, 4, WIDTH))
+        assert model.count == 1
+        compiled(torch.randn(2, 4, WIDTH))
+        assert model.count == 2
+
+
+class Derived(Plain):
+    """A layer of another class, whose forward calls that of its base."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
+def test_a_derived_layer_beside_its_base(eager: Any) -> None:
+    class Mixed(Around):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Plain(), Derived(), Plain(), Derived()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.through(x)
+
+    model = Mixed().eval()
+    x = torch.randn(2, 4, WIDTH)
+    with torch.no_grad():
+        with eager():
+            expected = model(x)
+        got = k31compile.compile(model, codegen="ops")(x)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()

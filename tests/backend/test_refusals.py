@@ -17,7 +17,7 @@ SAYS = {
     "indexer_whose_scores_are_kept": "the scores are also read",
     "attention_with_capped_logits": "it is not a softmax over the selected",
     "delta_rule_that_predicts_too_early": "its output differs from the gated delta rule",
-    "delta_rule_that_keeps_its_decayed_state": "states or outputs between two tokens are kept or read",
+    "delta_rule_that_keeps_its_decayed_state": "a value inside the recurrence, is also read by output (returned)",
     "router_with_the_bias_in_the_weights": "the weights of its experts are not those of",
     "router_with_another_score": "its scores are neither a sigmoid nor a softmax",
     "norm_with_a_tanh_gate": "its gate is tanh",

@@ -31,6 +31,16 @@ def normed(x, weight):
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
+def exchanged(stack, i, j):
+    order = torch.arange(len(stack))
+    order[i], order[j] = j, i
+    return stack[order]
+
+
+def third_of(stack, other):
+    return torch.cat([stack[:2], other[2:3], stack[3:]])
+
+
 # The operands that are others than the program's, and the definition's options.
 SERVED = {
     "one_gate_a_head": lambda made: ({"g": same_for_all(made["g"])}, {}),
@@ -72,6 +82,15 @@ SERVED = {
     "swiglu_for_situ": lambda made: ({}, {"activation": "swiglu"}),
     "bounds_exchanged": lambda made: ({}, {"beta": 25.0, "linear_beta": 4.0}),
     "down_of_the_next_expert": lambda made: ({"down": made["down"].roll(-1, 0)}, {}),
+    "list_with_down_of_the_one_before": lambda made: ({"down": made["down"].roll(1, 0)}, {}),
+    "list_with_one_expert_turned": lambda made: (
+        {"gate": third_of(made["gate"], made["up"]), "up": third_of(made["up"], made["gate"])},
+        {},
+    ),
+    "list_with_two_shares_exchanged": lambda made: (
+        {name: exchanged(made[name], 1, 4) for name in ("gate", "up", "down")},
+        {},
+    ),
     "gate_sign_turned": lambda made: ({"raw_g": -made["raw_g"], "dt_bias": -made["dt_bias"]}, {}),
     "bias_outside_the_rate": lambda made: ({"dt_bias": made["dt_bias"] / made["a_log"].exp()[:, None]}, {}),
     "rate_inside_softplus": lambda made: (

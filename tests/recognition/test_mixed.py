@@ -205,3 +205,20 @@ def test_a_model_in_training_is_handed_over_with_a_note():
     report = k31compile.last_report()
     assert not report.fused
     assert any("for inference" in note and "no_grad" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("codegen", ["ops", "inductor"])
+def test_a_graph_that_enters_autocast_is_handed_over(codegen):
+    """Its casts back to float32 would be lost: in the trace nothing is in bfloat16 there."""
+    weight, x = torch.randn(16, 16), torch.randn(4, 16)
+
+    def program(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(x, weight).float() * (1 + 2**-12)
+
+    with torch.no_grad():
+        want = program(x)
+        got = torch.compile(program, backend="k31", options={"codegen": codegen})(x)
+    assert got.dtype == want.dtype == torch.float32
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    assert any("enters autocast itself" in note for note in k31compile.last_report().notes)
