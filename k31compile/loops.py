@@ -61,7 +61,7 @@ def tell(note: str) -> None:
 
 
 def take_notes() -> list[str]:
-    """What was stopped since the last call, each a sentence for a report; it was logged when it happened."""
+    """What was told since the last call, each a sentence for a report; it was logged when it happened."""
     notes = list(_untold)
     _untold.clear()
     return notes
@@ -91,8 +91,7 @@ def _stop(translator: Any, budget: int) -> None:
             "it runs as Python and what it calls is compiled by itself: write it over chunks or for the whole "
             "sequence, keep it in a function of its own, or raise option node_budget"
         )
-        _untold.append(_stopped[key])
-        log.warning(_stopped[key])
+        tell(_stopped[key])
     unimplemented(
         gb_type="k31: unrolled loop past the node budget",
         context=code.co_qualname,
