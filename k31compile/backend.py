@@ -149,10 +149,10 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
 
 def _tell_of_leaves(module: fx.GraphModule, report: Report) -> None:
     """Put into the report which functions were kept whole, by how many calls, and which candidates were not."""
-    counts: Counter[int] = Counter()
-    found: dict[int, dict[str, Any]] = {}
+    counts: Counter[str] = Counter()
+    found: dict[str, dict[str, Any]] = {}
     for _, leaf in leaf_calls(module):
-        key = hash((leaf.call.function, leaf.form.operator, leaf.call.key()))
+        key = leaf.identity()
         counts[key] += 1
         found.setdefault(key, leaf.to_dict())
     report.leaves = [{**entry, "calls": counts[key]} for key, entry in found.items()]
@@ -188,7 +188,8 @@ def _hand_over(
         raise StrictError(why)
     report.notes.append(why)
     as_written(module)
-    report.leaves = []
+    kept = [leaf.to_dict()["where"] for _, leaf in leaf_calls(module)]
+    report.leaves = [entry for entry in report.leaves if entry["where"] in kept]
     hold_to_contract(report, options)
     if options.codegen == "ops":
         return module.forward

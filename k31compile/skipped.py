@@ -7,7 +7,7 @@ the function, so that no report of a graph could tell: what was skipped is kept 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 
@@ -19,13 +19,16 @@ _untold: list[str] = []
 
 
 @contextmanager
-def tell_of_skipped(code: CodeType) -> Iterator[None]:
-    """Note it where Dynamo gives the function up, inside the block, because something in a loop depends on the data."""
+def tell_of_skipped(code: CodeType, reasons: Mapping[str, str]) -> Iterator[None]:
+    """Note it where Dynamo gives the function up, inside the block, because something in a loop depends on the data.
+
+    `reasons` tell why loops over data were not replaced, by where they are.
+    """
     try:
         yield
     except Exception as error:
         if any(cause in str(error) for cause in _CAUSES):
-            _note(code, error)
+            _note(code, error, reasons)
         raise
 
 
@@ -36,13 +39,13 @@ def take_skipped() -> list[str]:
     return notes
 
 
-def _note(code: CodeType, error: Exception) -> None:
+def _note(code: CodeType, error: Exception, reasons: Mapping[str, str]) -> None:
     stack = getattr(error, "real_stack", None)
     place = stack[-1] if stack else None
     where = f"{place.filename}:{place.lineno}" if place else f"{code.co_filename}:{code.co_firstlineno}"
     text = (
         f"{code.co_qualname} is left uncompiled as a whole: {where} makes a shape or a branch depend on the data, and "
-        "in a loop Dynamo gives the function up. For experts in a list write for each of them "
+        f"in a loop Dynamo gives the function up{_tried(reasons)}. For experts in a list write for each of them "
         "share = (weights * (indices == i)).sum(-1, keepdim=True); y = y + share * expert(x), which is recognised and "
         "then runs each expert on its own tokens only"
     )
@@ -51,3 +54,7 @@ def _note(code: CodeType, error: Exception) -> None:
     if text not in _told:
         _told.add(text)
         log.warning(text)
+
+
+def _tried(reasons: Mapping[str, str]) -> str:
+    return "".join(f"; as routed experts it was refused: {reason} ({where})" for where, reason in reasons.items())

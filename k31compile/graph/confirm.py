@@ -191,7 +191,7 @@ def _confirm_one(reading: Reading) -> Confirmation:
                 f"confirm_bytes allows (trace it with shorter or dynamic lengths, or allow confirm_bytes={needed})"
             )
         try:
-            return _confirm_at(reading, substitution)
+            return confirm_at(reading, substitution)
         except Mismatch as mismatch:
             failure = mismatch
             if i + 1 == len(substitutions):
@@ -199,7 +199,12 @@ def _confirm_one(reading: Reading) -> Confirmation:
     raise AssertionError("a reading has at least one substitution")
 
 
-def _confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
+def confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
+    """Confirm at these sizes.
+
+    Raises:
+        Mismatch: a sample contradicts the reading; the second argument is its number.
+    """
     reading.begin(substitution)
     worst = 0.0
     samples = reading.samples()

@@ -90,8 +90,8 @@ class Call:
         return self.function(*map(filled, self.args), **{name: filled(value) for name, value in self.kwargs.items()})
 
 
-def run_watched(call: Call, values: Tensors, run: Callable[[], Any]) -> Any:
-    """What `run` gives, which calls the function on `values`.
+def run_watched(values: Tensors, run: Callable[[], Any]) -> Any:
+    """What `run` gives, which calls a function on `values`.
 
     Raises:
         Unfit: the function wrote into an argument, or drew random numbers.
@@ -109,8 +109,15 @@ def run_watched(call: Call, values: Tensors, run: Callable[[], Any]) -> Any:
 
 def run_in_float64(call: Call, values: Tensors) -> Any:
     """The function's result on float64 tensors, with every cast and factory in it at float64: its algebra."""
+    with raised_to_float64():
+        return run_watched(values, lambda: call.run(values))
+
+
+@contextmanager
+def raised_to_float64() -> Iterator[None]:
+    """Every cast, factory and dtype argument inside the block is float64 where it would be another float."""
     with float64_by_default(), _Raised():
-        return run_watched(call, values, lambda: call.run(values))
+        yield
 
 
 class _Raised(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -14,16 +15,24 @@ from k31compile.leaves.source import Source
 
 def install_guards(place: Any, source: Source) -> None:
     """Guard code, defaults, helpers and constants of a function; `place` is how Dynamo reaches it."""
-    places: dict[int, Any] = {0: place}
     _guard_function(place, source.functions[0])
+    guard_reads(lambda name: DictGetItemSource(AttrSource(place, "__globals__"), name), source)
+
+
+def guard_reads(global_of: Callable[[str], Any], source: Source) -> None:
+    """Guard what a function reads from outside; `global_of` is how Dynamo reaches a global of its module."""
+    places: dict[int, Any] = {}
     for read in source.reads:
-        here: Any = DictGetItemSource(AttrSource(places[read.owner], "__globals__"), read.path[0])
+        name = read.path[0]
+        here: Any = global_of(name)
+        if read.owner:
+            here = DictGetItemSource(AttrSource(places[read.owner], "__globals__"), name)
         for attribute in read.path[1:]:
             here = AttrSource(here, attribute)
         if isinstance(read.value, types.FunctionType) and read.value in source.functions:
             position = source.functions.index(read.value)
             # A helper is reached through a function that stands before it, or that was reached already.
-            if position not in places:
+            if position and position not in places:
                 places[position] = here
             _guard_function(here, read.value)
         elif is_constant(read.value):

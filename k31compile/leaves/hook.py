@@ -30,10 +30,13 @@ from k31compile.leaves.guarding import install_guards
 from k31compile.leaves.leaf import Leaf
 from k31compile.leaves.reach import reachable
 from k31compile.leaves.recall import form_of
+from k31compile.leaves.situation import refuse_situation
 from k31compile.loops import node_budget
 from k31compile.options import Options
 from k31compile.report import Refusal
 from k31compile.skipped import tell_of_skipped
+from k31compile.slices.form import OPERATOR as SLICED
+from k31compile.slices.hook import Cuts, answering
 
 Handler = Callable[..., Any]
 
@@ -45,6 +48,7 @@ class Session:
     options: Options
     candidates: Mapping[types.FunctionType, Candidate]
     functions: list[types.FunctionType]
+    cuts: Cuts
     refused: dict[str, Refusal] = field(default_factory=dict)
 
     def refuse(self, candidate: Candidate, reason: str) -> None:
@@ -89,8 +93,14 @@ def install(is_ours: Callable[[Any], Mapping[str, Any] | None]) -> None:
         if session is None:
             with _session(session):
                 return plain(*args, **kwargs)
-        with _session(session), node_budget(session.options.node_budget), tell_of_skipped(frame["code"]):
-            return plain(*args, **kwargs)
+        frame["code"] = session.cuts.code(frame["code"])
+        with (
+            _session(session),
+            answering(session.cuts),
+            node_budget(session.options.node_budget),
+            tell_of_skipped(frame["code"], session.cuts.reasons),
+        ):
+            return plain(**frame)
 
     compile_frame.k31_plain = plain  # type: ignore[attr-defined]
     convert_frame._compile = compile_frame
@@ -104,7 +114,8 @@ def _begin(frame: Mapping[str, Any], options: Mapping[str, Any] | None) -> Sessi
     except Exception:
         return None  # the backend says what is wrong with them
     functions = list(reachable(frame["code"], frame["globals"], frame["locals"], frame["closure"] or ()))
-    return Session(chosen, candidates_of(functions, chosen.cache is not False), functions)
+    cuts = Cuts.of(functions if chosen.fuses(SLICED) else ())
+    return Session(chosen, candidates_of(functions, chosen.cache is not False), functions, cuts)
 
 
 @contextmanager
@@ -167,8 +178,6 @@ def _seen(candidate: Candidate, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """A call as Dynamo sees it, its tensors as fake ones."""
     if candidate.unfit or candidate.source is None:
         raise Unfit(candidate.unfit)
-    if torch.is_autocast_enabled("cpu"):
-        raise Unfit("it is called under autocast")
     proxies: list[tuple[torch.Tensor, Any]] = []
 
     def value(argument: Any) -> Any:
@@ -187,11 +196,7 @@ def _seen(candidate: Candidate, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         return example
 
     call = Call.of(candidate.function, [value(a) for a in args], {name: value(a) for name, a in kwargs.items()})
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors.values()):
-        raise Unfit("its arguments want gradients; call the model under torch.no_grad()")
-    devices = {tensor.device.type for tensor in call.tensors.values()} - {"cpu", "meta"}
-    if devices:
-        raise Unfit(f"its tensors are on {devices.pop()}, which is no target yet")
+    refuse_situation(call.tensors.values())
     by_identity = {id(example): proxy for example, proxy in proxies}
     return _Seen(call, {name: by_identity[id(tensor)] for name, tensor in call.tensors.items()})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,20 @@ from k31compile.leaves.globals import line_of
 from k31compile.leaves.reading import CalledReading
 
 
+class Kept(ABC):
+    """What a node of Dynamo's graph stands for where the author's code was not traced into."""
+
+    @abstractmethod
+    def identity(self) -> str:
+        """Equal for calls that differ in sizes alone."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """What a report says of it, as plain JSON values."""
+
+
 @dataclass(frozen=True)
-class Leaf:
+class Leaf(Kept):
     """A function's call, kept whole: its form, and how it came to be known."""
 
     call: Call
@@ -43,6 +56,10 @@ class Leaf:
         """What the author's function gives for these tensors."""
         return self.call.run(dict(zip(self.call.tensors, tensors, strict=True)))
 
+    def identity(self) -> str:
+        """Equal for calls that differ in sizes alone."""
+        return f"{id(self.call.function)} {self.form.operator} {self.call.key()}"
+
     def to_dict(self) -> dict[str, Any]:
         """What a report says of it, as plain JSON values."""
         seen = self.form.evidence
@@ -58,20 +75,24 @@ class Leaf:
         }
 
 
-def leaf_calls(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Leaf]]:
+def leaf_calls(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Kept]]:
     """The leaves in Dynamo's graph and in the graphs inside it."""
     for child in module.modules():
         if isinstance(child, fx.GraphModule):
             for node in child.graph.nodes:
                 leaf = getattr(node.target, "k31_leaf", None) if node.op == "call_function" else None
-                if isinstance(leaf, Leaf):
+                if isinstance(leaf, Kept):
                     yield node, leaf
 
 
 def as_written(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with the author's functions called where leaves stood, in place: for a graph that is not rewritten."""
-    changed = {node.graph.owning_module for node, _ in leaf_calls(module)} - {None}
-    for node, leaf in list(leaf_calls(module)):
+    """The graph with the author's functions called where leaves stood, in place: for a graph that is not rewritten.
+
+    What no graph can hold as it was written, a loop over data, stays the operator.
+    """
+    functions = [(node, leaf) for node, leaf in leaf_calls(module) if isinstance(leaf, Leaf)]
+    changed = {node.graph.owning_module for node, _ in functions} - {None}
+    for node, leaf in functions:
         node.target = _calling(leaf)
     for graph_module in changed:
         assert graph_module is not None

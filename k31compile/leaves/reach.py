@@ -55,6 +55,8 @@ class _Walk:
         """Take the functions among some values, methods and wrapped ones too."""
         for value in values:
             function = getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
+                self.add([function.__wrapped__])
             if not isinstance(function, types.FunctionType) or id(function) in self.seen:
                 continue
             if _is_foreign(function.__globals__.get("__name__") or "") or len(self.seen) > _MOST:

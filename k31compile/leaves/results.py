@@ -26,7 +26,7 @@ def with_results(form: Form, reading: CalledReading, call: Call) -> Iterator[For
         Unfit: it returns something else than tensors, or it is not a function of its arguments alone.
     """
     values = _in_own_types(reading, call, trial=0)
-    result = run_watched(call, values, lambda: call.run(values))
+    result = run_watched(values, lambda: call.run(values))
     returned = [result] if isinstance(result, torch.Tensor) else result
     if type(returned) not in (tuple, list) or not all(r is None or isinstance(r, torch.Tensor) for r in returned):
         raise Unfit(f"it returns a {type(result).__name__}, not tensors or a tuple of them")
@@ -72,10 +72,15 @@ def check_rounding(form: Form, call: Call) -> None:
         exact = run_in_float64(call, {name: value.double() for name, value in values.items()})
         theirs, ours = call.run(values), reading.program(values)
         for truth, their, our in zip(*(unpacked(form, result) for result in (exact, theirs, ours)), strict=True):
-            _compare(truth, their, our)
+            compare_rounding(truth, their, our)
 
 
-def _compare(truth: torch.Tensor, their: torch.Tensor, our: torch.Tensor) -> None:
+def compare_rounding(truth: torch.Tensor, their: torch.Tensor, our: torch.Tensor) -> None:
+    """Hold an author's result and ours against float64.
+
+    Raises:
+        Mismatch: theirs is further away than rounding explains, or ours much further, or types or shapes differ.
+    """
     if (their.dtype, their.shape) != (our.dtype, our.shape):
         returned = f"it returns {their.dtype} {list(their.shape)}, the operator {our.dtype} {list(our.shape)}"
         raise Mismatch(returned, _LATE)

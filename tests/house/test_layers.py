@@ -18,7 +18,7 @@ LAYERS = [
     {"targets"},
     {"cache"},
     {"loops", "skipped"},  # watch Dynamo and know nothing of ours
-    {"leaves"},
+    {"leaves", "slices"},
     {"backend", "contract", "entry", "explain", "check", "nested", "between_regions"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,9 +97,11 @@ class ExpertsReading(Reading):
         """
         self.region, self.operands, self.distinct = region, operands, distinct
         self.context = f"distinct={distinct}:{orders}"
-        self._outside = _numbers_outside(region, operands)
         self.learned: Activation | None = None
-        self._activations = _activations(region)
+        self._outside = _numbers_outside(region, operands)
+        self._bounds = bounds_among(plain_floats(region.nodes))
+        has_tanh = any(node.target is ATEN.tanh.default for node in region.nodes)
+        self._activations = activations(self._bounds if has_tanh else None)
 
     def substitutions(self) -> list[Substitution]:
         """Symbols made small and odd; where the experts are large, smaller ones first."""
@@ -171,7 +173,7 @@ class ExpertsReading(Reading):
     def sample(self, generator: torch.Generator, trial: int) -> dict[fx.Node, torch.Tensor]:
         """Rows over decades, to far beyond every bound; weights of both signs; every expert in its turn."""
         operands = self.operands
-        beyond = max([100.0, *(3 * bound for bound in _bounds(self.region) if bound < 1e4)])
+        beyond = max([100.0, *(3 * bound for bound in self._bounds if bound < 1e4)])
         low, high = -2.0, math.log10(beyond)
         sample = {}
         projections = (operands.gate, operands.up, operands.down)
@@ -276,17 +278,17 @@ def _numbers_outside(region: Region, operands: ExpertOperands) -> list[int]:
     return sorted(number for number in near if least <= number < 0 or number >= operands.count)
 
 
-def _activations(region: Region) -> list[Activation]:
-    """SwiGLU, and where there is a tanh SiTU with any bounds that the region names."""
+def activations(bounds: Sequence[float] | None) -> list[Activation]:
+    """SwiGLU, and where there is a tanh SiTU with any of these bounds."""
     found = [Activation(SWIGLU)]
-    if any(node.target is ATEN.tanh.default for node in region.nodes):
-        bounds = _bounds(region)
+    if bounds is not None:
         found += [Activation(SITU, beta, linear) for beta, linear in itertools.product(bounds, [None, *bounds])]
     return found
 
 
-def _bounds(region: Region) -> list[float]:
-    numbers = [number for number in plain_floats(region.nodes) if 0 < number < 1e4]
+def bounds_among(numbers: Iterable[float]) -> list[float]:
+    """The usual bounds, and numbers of an author that may be others."""
+    numbers = [number for number in numbers if 0 < number < 1e4]
     inverse = [float(f"{1 / number:.12g}") for number in numbers if number < 1]
     return list(dict.fromkeys([*_USUAL_BOUNDS, *inverse, *numbers]))[:_MOST_BOUNDS]
 

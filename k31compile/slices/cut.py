@@ -1,0 +1,252 @@
+"""Cut a function around its loop over data: the same, with a question before each statement that may begin a slice.
+
+The question is a call of a function that answers None, so that whoever runs the code runs what its author wrote. Only
+while Dynamo traces for us is the call answered otherwise: with what the slice computes.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import dis
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from k31compile.leaves.bytecode import all_codes, code_text
+from k31compile.leaves.globals import line_of
+from k31compile.slices.syntax import (
+    asks_the_data,
+    has_loop,
+    has_private_names,
+    masks_in,
+    may_move,
+    names_assigned_for_sure,
+    names_changed,
+    names_read,
+    names_written,
+)
+
+_MOST_STARTS = 16
+_ANSWER = "__k31_answer"
+_LOOPING = ("FOR_ITER", "JUMP_BACKWARD")
+_FUTURES = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Statements as a function of what they read; its parameters are the names, in order.
+
+    `name` is that of the whole function, `where` the place of its loop.
+    """
+
+    function: types.FunctionType
+    parameters: tuple[str, ...]
+    name: str
+    where: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A function's code with the questions in it, and by the code of each question what it asks about."""
+
+    code: types.CodeType
+    slices: dict[types.CodeType, Slice]
+
+
+@functools.cache
+def cut_code(function: types.FunctionType) -> Cut | None:
+    """The function cut around its loop over data; None where there is none, or where it cannot be cut safely."""
+    if not _may_loop_over_data(function.__code__):
+        return None
+    definition = _definition_of(function)
+    if definition is None:
+        return None
+    return _Cutter(function, definition).cut()
+
+
+def _may_loop_over_data(code: types.CodeType) -> bool:
+    loops = any(one.opname.startswith(_LOOPING) for inner in all_codes(code) for one in dis.get_instructions(inner))
+    return loops and not code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
+
+
+def _definition_of(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The function's syntax, at its lines in the file; None where the source is not what was compiled."""
+    code = function.__code__
+    try:
+        lines, first = inspect.getsourcelines(code)
+        (definition,) = ast.parse(textwrap.dedent("".join(lines))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    if not isinstance(definition, ast.FunctionDef) or has_private_names(definition):
+        return None
+    definition.decorator_list = []
+    ast.increment_lineno(definition, first - 1)
+    same = _compiled(function, definition)
+    return definition if same is not None and code_text(same) == code_text(code) else None
+
+
+def _compiled(function: types.FunctionType, definition: ast.FunctionDef) -> types.CodeType | None:
+    """The code of a definition in the place of a function."""
+    code = function.__code__
+    # What a method call compiles to depends on which names a module imports.
+    bare = ast.Module([*_imports(code), definition], [])
+    flags = code.co_flags & _FUTURES
+    whole = compile(ast.fix_missing_locations(bare), code.co_filename, "exec", flags=flags, dont_inherit=True)
+    found = [one for one in whole.co_consts if isinstance(one, types.CodeType) and one.co_name == definition.name]
+    return found[-1] if found else None
+
+
+def _imports(code: types.CodeType) -> list[ast.stmt]:
+    """The imports of the file that a function stands in, those inside of functions and classes left out."""
+    return list(_imports_of(code.co_filename, "".join(inspect.findsource(code)[0])))
+
+
+@functools.lru_cache(maxsize=16)
+def _imports_of(_: str, text: str) -> tuple[ast.stmt, ...]:
+    found: list[ast.stmt] = []
+    todo: list[ast.AST] = [ast.parse(text)]
+    while todo:
+        for node in ast.iter_child_nodes(todo.pop()):
+            if isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", "") != "__future__":
+                found.append(node)
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                todo.append(node)
+    return tuple(found)
+
+
+class _Cutter:
+    """One function being cut."""
+
+    def __init__(self, function: types.FunctionType, definition: ast.FunctionDef) -> None:
+        self.function, self.definition = function, definition
+        arguments = definition.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        self.parameters = {one.arg for one in [*named, arguments.vararg, arguments.kwarg] if one}
+        self.locals = self.parameters | names_written([definition])
+        self.slices: dict[str, Slice] = {}
+
+    def cut(self) -> Cut | None:
+        block, known, rest = _block_with_data(self.definition.body, set(self.parameters), [])
+        extent = _extent(block)
+        if extent is None:
+            return None
+        self.line = next(one.lineno for one in block[slice(*extent)] + block[extent[1] :] if has_loop(one))
+        changed = self._with_questions(block, *extent, known, rest)
+        if not self.slices:
+            return None
+        block[:] = changed
+        code = _compiled(self.function, self.definition)
+        plain = self.function.__code__
+        if code is None or (code.co_freevars, code.co_cellvars) != (plain.co_freevars, plain.co_cellvars):
+            return None
+        code = code.replace(co_qualname=plain.co_qualname)
+        questions = {inner.co_name: inner for inner in all_codes(code) if inner.co_name in self.slices}
+        return Cut(code, {questions[name]: one for name, one in self.slices.items()})
+
+    def _with_questions(
+        self, block: list[ast.stmt], first: int, last: int, known: set[str], rest: Sequence[ast.stmt]
+    ) -> list[ast.stmt]:
+        """The block with each statement up to the loop behind a question."""
+        begin = max(0, first - _MOST_STARTS + 1)
+        out: list[ast.stmt] = [*block[:begin]]
+        known = known | names_assigned_for_sure(out)
+        out += _parse(f"{_ANSWER} = None", block[begin])
+        for i in range(begin, last + 1):
+            if i <= first:
+                for end in dict.fromkeys((last + 1, len(block))):
+                    out += self._question(block[i:end], [*block[end:], *rest], known)
+            guarded = _parse(f"if {_ANSWER} is None:\n    pass", block[i])
+            assert isinstance(guarded[0], ast.If)
+            guarded[0].body = [block[i]]
+            out += guarded
+            known = known | names_assigned_for_sure([block[i]])
+        return [*out, *block[last + 1 :]]
+
+    def _question(self, inside: list[ast.stmt], after: Sequence[ast.stmt], known: set[str]) -> list[ast.stmt]:
+        """Ask whether these statements may be replaced; nothing where they are no function of what they read."""
+        returns = isinstance(inside[-1], ast.Return) and inside[-1].value is not None
+        if not all(may_move(statement, last=returns) for statement in inside):
+            return []
+        read = sorted(names_read(inside) & self.locals)
+        before = [name for name in read if name in known]
+        unknown = set(read) - known - names_written(inside)
+        made = sorted(names_written(inside) & names_read(after))
+        if unknown or names_changed(inside) & set(before) or len(made) != (0 if returns else 1):
+            return []
+        name = f"__k31_slice_{next(_numbers)}"
+        arguments = ", ".join(before)
+        self.slices[name] = Slice(
+            self._function(name, before, inside, made),
+            tuple(before),
+            self.function.__qualname__,
+            f"{line_of(self.function).rpartition(':')[0]}:{self.line}",
+            inside[0].lineno,
+        )
+        then = f"return {_ANSWER}" if returns else f"{made[0]} = {_ANSWER}"
+        return _parse(
+            f"if {_ANSWER} is None:\n"
+            f"    def {name}({arguments}):\n        return None\n"
+            f"    {_ANSWER} = {name}({arguments})\n"
+            f"    if {_ANSWER} is not None:\n        {then}",
+            inside[0],
+        )
+
+    def _function(
+        self, name: str, parameters: Sequence[str], inside: Sequence[ast.stmt], made: Sequence[str]
+    ) -> types.FunctionType:
+        """The statements as a function in the globals of the whole."""
+        (definition,) = _parse(f"def {name}({', '.join(parameters)}):\n    pass", inside[0])
+        assert isinstance(definition, ast.FunctionDef)
+        definition.body = [*inside, *(_parse(f"return {made[0]}", inside[-1]) if made else [])]
+        code = _compiled(self.function, definition)
+        assert code is not None
+        return types.FunctionType(code, self.function.__globals__, name)
+
+
+def _block_with_data(
+    body: list[ast.stmt], known: set[str], rest: Sequence[ast.stmt]
+) -> tuple[list[ast.stmt], set[str], Sequence[ast.stmt]]:
+    """The innermost list of statements that has all of the loop, what is assigned before it, and what follows it."""
+    masks = masks_in(body)
+    asking = [i for i, statement in enumerate(body) if asks_the_data(statement, masks)]
+    if len(asking) == 1 and isinstance(body[asking[0]], ast.If | ast.With):
+        inner = body[asking[0]]
+        before, after = names_assigned_for_sure(body[: asking[0]]), [*body[asking[0] + 1 :], *rest]
+        lists = [part for part in (inner.body, getattr(inner, "orelse", [])) if part]  # type: ignore[attr-defined]
+        holding = [part for part in lists if any(asks_the_data(one, masks) for one in part)]
+        if len(holding) == 1:
+            return _block_with_data(holding[0], known | before, after)
+    return body, known, rest
+
+
+def _extent(block: Sequence[ast.stmt]) -> tuple[int, int] | None:
+    """The first and the last statement that depend on the data where one of them loops; None where none does."""
+    masks = masks_in(block)
+    asking = [i for i, statement in enumerate(block) if asks_the_data(statement, masks)]
+    if not asking:
+        return None
+    first, last = asking[0], asking[-1]
+    counted = names_written(block[first : last + 1])
+    for i in range(last + 1, len(block)):
+        if has_loop(block[i]) and counted & names_read([block[i]]):
+            last = i
+            counted |= names_written([block[i]])
+    looping = any(has_loop(statement) for statement in block[first : last + 1])
+    return (first, last) if looping else None
+
+
+def _parse(text: str, place: ast.AST) -> list[ast.stmt]:
+    """Statements of ours, told to stand where one of the author's stands."""
+    body = ast.parse(text).body
+    for statement in body:
+        for part in ast.walk(statement):
+            if isinstance(part, ast.stmt | ast.expr | ast.arg):
+                ast.copy_location(part, place)
+    return body
