@@ -158,7 +158,7 @@ def _tell_of_leaves(module: fx.GraphModule, report: Report) -> None:
     report.leaves = [{**entry, "calls": counts[key]} for key, entry in found.items()]
     session = current()
     if session is not None:
-        report.refused.extend(session.refused.values())
+        report.refused.extend(session.refusals())
 
 
 def _why_not_ours(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> str:

@@ -62,6 +62,15 @@ class Session:
             name, f"{candidate.function.__qualname__} is not kept as a leaf: {reason}", where, hint
         )
 
+    def refusals(self) -> list[Refusal]:
+        """What was not kept whole, functions and loops over data, each with its reason."""
+        hint = "it runs as it was written; the recognised loops are in docs/recognition.md, Loops over data"
+        loops = [
+            Refusal(SLICED, f"the loop over data is not replaced: {reason}", where, hint)
+            for where, reason in self.cuts.reasons.items()
+        ]
+        return [*self.refused.values(), *loops]
+
 
 _active: list[Session | None] = [None]
 _frames = 0
@@ -114,7 +123,8 @@ def _begin(frame: Mapping[str, Any], options: Mapping[str, Any] | None) -> Sessi
     except Exception:
         return None  # the backend says what is wrong with them
     functions = list(reachable(frame["code"], frame["globals"], frame["locals"], frame["closure"] or ()))
-    cuts = Cuts.of(functions if chosen.fuses(SLICED) else ())
+    own = types.FunctionType(frame["code"], frame["globals"], closure=frame["closure"] or None)
+    cuts = Cuts.of([own, *functions] if chosen.fuses(SLICED) else ())
     return Session(chosen, candidates_of(functions, chosen.cache is not False), functions, cuts)
 
 

@@ -83,6 +83,13 @@ class CalledExperts(ExpertsReading):
     def _inside(self) -> int:
         return self.trials
 
+    def _experts(self, trial: int) -> torch.Tensor:
+        """Integers [N, k]; in every third trial one choice for all tokens, so that an expert's capacity would show."""
+        experts = super()._experts(trial)
+        if trial % 3 == 1 and trial < self.trials:
+            experts = experts[:1].expand_as(experts).clone()
+        return experts
+
     def values(self, sample: Mapping[fx.Node, torch.Tensor]) -> dict[Place, torch.Tensor]:
         """A sample by place, tokens with as many leading sizes as those of the call."""
         values = {place: sample[node] for place, node in self.nodes.items()}

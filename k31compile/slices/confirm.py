@@ -27,6 +27,10 @@ _MOST_READINGS = 64
 _CANNOT = "its tokens [.., L], experts and weights [.., k], with two or three matrices an expert, cannot be told apart"
 
 
+class NoExperts(Unfit):
+    """Nothing that a slice reads looks like routed experts: most loops are about something else."""
+
+
 @dataclass(frozen=True)
 class Counting:
     """Which of the given numbers count tokens: those of `batch` times those of `length` are all of them.
@@ -58,7 +62,7 @@ def confirm_slice(call: SliceCall) -> Form:
     """
     found = list(itertools.islice(roles_of(call), _MOST_READINGS))
     if not found:
-        raise Unfit(_CANNOT)
+        raise NoExperts(_CANNOT)
     largest = max(_boundaries(call, found[0]), default=0)
     if largest > LONGEST:
         raise Unfit(f"it holds the number {largest}, and more than {LONGEST} tokens are not tried")

@@ -16,6 +16,7 @@ import textwrap
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from k31compile.leaves.bytecode import all_codes, code_text
 from k31compile.leaves.globals import line_of
@@ -36,6 +37,7 @@ _ANSWER = "__k31_answer"
 _LOOPING = ("FOR_ITER", "JUMP_BACKWARD")
 _FUTURES = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _numbers = itertools.count()
+_known: dict[tuple[types.CodeType, str, int], tuple[Cut | None, dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,17 @@ class Cut:
     slices: dict[types.CodeType, Slice]
 
 
-@functools.cache
 def cut_code(function: types.FunctionType) -> Cut | None:
     """The function cut around its loop over data; None where there is none, or where it cannot be cut safely."""
-    if not _may_loop_over_data(function.__code__):
+    code = function.__code__
+    if not _may_loop_over_data(code):
         return None
-    definition = _definition_of(function)
-    if definition is None:
-        return None
-    return _Cutter(function, definition).cut()
+    key = (code, code.co_filename, id(function.__globals__))
+    if key not in _known:
+        definition = _definition_of(function)
+        # What is kept with it keeps the globals alive, so that their identity stays theirs.
+        _known[key] = (_Cutter(function, definition).cut() if definition else None, function.__globals__)
+    return _known[key][0]
 
 
 def _may_loop_over_data(code: types.CodeType) -> bool:

@@ -20,7 +20,7 @@ from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.confirm import Denied
 from k31compile.leaves.situation import refuse_situation
 from k31compile.slices.call import SliceCall
-from k31compile.slices.confirm import confirm_slice
+from k31compile.slices.confirm import NoExperts, confirm_slice
 from k31compile.slices.cut import Cut, Slice, cut_code
 from k31compile.slices.form import Form
 from k31compile.slices.held import Held
@@ -90,11 +90,14 @@ def _answer(cuts: Cuts, one: Slice, tx: Any, arguments: Mapping[str, Any]) -> An
     try:
         call = _seen(one, arguments)
         form = _form_of(call)
-        return _put(one, tx, call, form, arguments)
+        answer = _put(one, tx, call, form, arguments)
+        cuts.reasons.pop(one.where, None)
+        return answer
+    except NoExperts:
+        return ConstantVariable.create(None)
     except (Unfit, Denied) as refusal:
-        before = cuts.reasons.get(one.where)
-        # A slice that was run and contradicted says more than one that does not look like experts at all.
-        if before is None or isinstance(refusal, Denied):
+        # A slice that was run and contradicted says more than one that could not be.
+        if one.where not in cuts.reasons or isinstance(refusal, Denied):
             cuts.reasons[one.where] = str(refusal)
         return ConstantVariable.create(None)
 

@@ -29,6 +29,7 @@ _MOST_EXITS = 4
 _MOST_WEIGHTS = 3
 _SELECTIONS = {ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable}
 _ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
+_OPERATOR = "k31.grouped_experts.default"
 _GATING = "k31.moe_gating_top_k.default"
 
 
@@ -48,6 +49,8 @@ class GroupedExpertsRecogniser(Recogniser):
         """From the experts to the nearest rows that everything goes through; the weights may depend on the experts."""
         for out in _exits(flow, anchor):
             inside = flow.between([anchor], [out]) - {anchor}
+            if any(str(node.target) == _OPERATOR for node in inside):
+                return  # a loop over data that was replaced already
             stacks = _stacks_above(flow, anchor, out, inside)
             if are_projections(stacks):
                 yield from _demands_of_stacks(flow, anchor, out, inside, stacks)
