@@ -7,7 +7,7 @@ the function, so that no report of a graph could tell: what was skipped is kept 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
 
@@ -19,16 +19,16 @@ _untold: list[str] = []
 
 
 @contextmanager
-def tell_of_skipped(code: CodeType, reasons: Mapping[str, str]) -> Iterator[None]:
+def tell_of_skipped(code: CodeType, reasons: Callable[[], Mapping[str, str]]) -> Iterator[None]:
     """Note it where Dynamo gives the function up, inside the block, because something in a loop depends on the data.
 
-    `reasons` tell why loops over data were not replaced, by where they are.
+    `reasons` gives why loops over data were not replaced, by where they are.
     """
     try:
         yield
     except Exception as error:
         if any(cause in str(error) for cause in _CAUSES):
-            _note(code, error, reasons)
+            _note(code, error, reasons())
         raise
 
 

@@ -107,7 +107,7 @@ def install(is_ours: Callable[[Any], Mapping[str, Any] | None]) -> None:
             _session(session),
             answering(session.cuts),
             node_budget(session.options.node_budget),
-            tell_of_skipped(frame["code"], session.cuts.reasons),
+            tell_of_skipped(frame["code"], lambda: session.cuts.reasons),
         ):
             return plain(**frame)
 

@@ -14,7 +14,7 @@ from k31compile.graph.sizes import hint
 from k31compile.leaves.call import raised_to_float64, run_watched
 from k31compile.leaves.source import Read, Source, examine
 from k31compile.slices.cut import Slice
-from k31compile.slices.held import Held, Place
+from k31compile.slices.held import Held, Place, poison, text_of
 
 Tensors = Mapping[Place, torch.Tensor]
 Numbers = Mapping[Place, int]
@@ -78,16 +78,18 @@ class SliceCall:
         written = [float(n) for source in self.sources.values() for n in (*source.floats, *source.integers)]
         return [*written, *(float(v) for v in self.held.constants.values() if type(v) in (int, float))]
 
-    def run(self, tensors: Tensors, numbers: Numbers = types.MappingProxyType({})) -> Any:
-        """What the slice gives on these tensors; others that it reads are poisoned."""
-        return self.slice.function(*self.held.filled(tensors, numbers))
-
-    def run_in_float64(self, tensors: Tensors, numbers: Numbers = types.MappingProxyType({})) -> Any:
-        """The same on float64 tensors, with every cast and factory in it at float64: its algebra.
+    def run(self, tensors: Tensors, numbers: Numbers) -> Any:
+        """What the slice gives on these tensors; others that it reads are poisoned.
 
         Raises:
-            Unfit: it wrote into an argument, or drew random numbers.
+            Unfit: it wrote into one of them, or drew random numbers.
         """
-        watched = {str(place): tensor for place, tensor in tensors.items()}
+        others = {place: poison(other) for place, other in self.held.tensors.items() if place not in tensors}
+        values = {**others, **tensors}
+        watched = {text_of(place): value for place, value in values.items()}
+        return run_watched(watched, lambda: self.slice.function(*self.held.filled(values, numbers)))
+
+    def run_in_float64(self, tensors: Tensors, numbers: Numbers) -> Any:
+        """The same on float64 tensors, with every cast and factory in it at float64: its algebra."""
         with raised_to_float64():
-            return run_watched(watched, lambda: self.run(tensors, numbers))
+            return self.run(tensors, numbers)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from k31compile.graph.confirm import Mismatch, confirm_at, relative_error
 from k31compile.graph.sizes import hint
 from k31compile.leaves.bytecode import Unfit
-from k31compile.leaves.call import alone, run_watched
+from k31compile.leaves.call import alone
 from k31compile.leaves.confirm import LONGEST, Denied
 from k31compile.leaves.results import compare_rounding
 from k31compile.slices.call import Numbers, SliceCall
@@ -159,8 +159,7 @@ def _count(call: SliceCall, roles: Roles) -> int:
 def _result_of(call: SliceCall, reading: CalledExperts) -> tuple[Place, torch.dtype]:
     """The operand that lends its leading sizes to the result, and the type of it."""
     values = reading.in_own_types(0)
-    watched = {str(place): value for place, value in values.items()}
-    result = run_watched(watched, lambda: call.run(values, reading.numbers))
+    result = call.run(values, reading.numbers)
     reading.as_rows(result)
     for place in (reading.roles.rows.x, reading.roles.rows.experts):
         if result.shape[:-1] == values[place].shape[:-1]:

@@ -23,7 +23,8 @@ Place = tuple[str | int, ...]
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
+LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
+"""Modules whose members are reached by number."""
 
 
 def text_of(place: Place) -> str:
@@ -136,7 +137,9 @@ class _Walk:
             raise Unfit(f"{text_of(place)} has a forward of its own")
         is_library = is_trusted(type(module).__module__)
         for step, value in _children(module):
-            if is_library or step in self.names:
+            if value is None and is_library:
+                self.held.constants[(*place, step)] = None  # a bias that may be given later
+            elif value is not None and (is_library or step in self.names):
                 self.add((*place, step), value)
         if is_library:
             return
@@ -170,21 +173,20 @@ def mentioned(codes: Iterable[types.CodeType]) -> set[str]:
 
 def _children(module: nn.Module) -> Iterator[tuple[str | int, Any]]:
     """Parameters, buffers and modules of a module with the step that leads to each."""
-    numbered = isinstance(module, _LISTS)
+    numbered = isinstance(module, LISTS)
     for members in (module._parameters, module._buffers, module._modules):
         for name, value in members.items():
-            if value is not None:
-                yield (int(name) if numbered and name.isdigit() else name), value
+            yield (int(name) if numbered and name.isdigit() else name), value
 
 
 def _twin(value: Any, place: Place, values: Mapping[Place, Any], twins: dict[int, Any]) -> Any:
     """The same with other tensors."""
     if isinstance(value, torch.Tensor):
-        return values[place] if place in values else _poison(value)
+        return values[place] if place in values else poison(value)
     if isinstance(value, nn.Module):
         if id(value) not in twins:
             twins[id(value)] = twin = object.__new__(type(value))
-            numbered = isinstance(value, _LISTS)
+            numbered = isinstance(value, LISTS)
             state = dict(vars(value))
             for kind in ("_parameters", "_buffers", "_modules"):
                 state[kind] = {
@@ -206,7 +208,8 @@ def _step(name: str, numbered: bool) -> str | int:
     return int(name) if numbered and name.isdigit() else name
 
 
-def _poison(tensor: torch.Tensor) -> torch.Tensor:
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same sizes whose use shows: NaN, or numbers that index nothing."""
     sizes = [hint(size) for size in tensor.shape]
     value = torch.nan if tensor.is_floating_point() or tensor.is_complex() else -(1 << 20)
     dtype = torch.bool if tensor.dtype == torch.bool else tensor.dtype if tensor.dtype.itemsize > 2 else torch.int64

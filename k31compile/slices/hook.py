@@ -36,7 +36,12 @@ class Cuts:
     """The functions of one frame with a loop over data, by their code, and why loops of theirs were not replaced."""
 
     by_code: Mapping[types.CodeType, Cut]
-    reasons: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, Unfit | Denied] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why loops were not replaced, by where they are."""
+        return {where: str(refusal) for where, refusal in self.refusals.items()}
 
     @staticmethod
     def of(functions: Iterable[types.FunctionType]) -> Cuts:
@@ -91,14 +96,14 @@ def _answer(cuts: Cuts, one: Slice, tx: Any, arguments: Mapping[str, Any]) -> An
         call = _seen(one, arguments)
         form = _form_of(call)
         answer = _put(one, tx, call, form, arguments)
-        cuts.reasons.pop(one.where, None)
+        cuts.refusals.pop(one.where, None)
         return answer
     except NoExperts:
         return ConstantVariable.create(None)
     except (Unfit, Denied) as refusal:
-        # A slice that was run and contradicted says more than one that could not be.
-        if one.where not in cuts.reasons or isinstance(refusal, Denied):
-            cuts.reasons[one.where] = str(refusal)
+        # The first that was run and contradicted says most: those after it hold more of what is around the loop.
+        if not isinstance(cuts.refusals.get(one.where), Denied):
+            cuts.refusals[one.where] = refusal
         return ConstantVariable.create(None)
 
 

@@ -15,7 +15,7 @@ from torch._dynamo.variables import ConstantVariable, VariableTracker
 from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.guarding import guard_reads, install_guards
 from k31compile.slices.call import SliceCall
-from k31compile.slices.held import Place, text_of
+from k31compile.slices.held import LISTS, Place, text_of
 
 _MOVES = frozenset(["to", "long", "int", "type", "type_as", "contiguous", "view", "reshape", "detach", "clone"])
 _SELECTIONS = (torch.topk, "topk", torch.sort, "sort")
@@ -70,8 +70,11 @@ class Reach:
         Raises:
             Unfit: something has no source that a guard could name.
         """
-        for place in call.held.modules:
+        for place, module in call.held.modules.items():
             install_guard(self._source(place).make_guard(GuardBuilder.TYPE_MATCH))
+            if isinstance(module, LISTS):
+                members = AttrSource(self._source(place), "_modules")
+                install_guard(members.make_guard(GuardBuilder.SEQUENCE_LENGTH))
         for place in call.held.constants:
             if len(place) > 1 and place[:-1] in call.held.modules:
                 install_guard(AttrSource(self._source(place[:-1]), str(place[-1])).make_guard(_kind(call, place)))
