@@ -18,6 +18,7 @@ from k31compile.graph.sizes import hint
 from k31compile.leaves.bytecode import Unfit, all_codes
 from k31compile.leaves.globals import is_constant, is_trusted
 
+_NO_INDEX = -(1 << 20)
 Place = tuple[str | int, ...]
 """The name of an argument, then attributes by name and members of lists by number."""
 
@@ -211,10 +212,9 @@ def _step(name: str, numbered: bool) -> str | int:
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same sizes whose use shows: NaN, or numbers that index nothing."""
     sizes = [hint(size) for size in tensor.shape]
-    value = torch.nan if tensor.is_floating_point() or tensor.is_complex() else -(1 << 20)
-    dtype = torch.bool if tensor.dtype == torch.bool else tensor.dtype if tensor.dtype.itemsize > 2 else torch.int64
-    dtype = dtype if not (tensor.is_floating_point() or tensor.is_complex()) else tensor.dtype
-    return torch.full((), value, dtype=dtype).expand(sizes)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return torch.full((), torch.nan, dtype=tensor.dtype).expand(sizes)
+    return torch.full((), _NO_INDEX, dtype=torch.int64).expand(sizes)
 
 
 def _is_library_function(value: Any) -> bool:

@@ -12,8 +12,6 @@ from catalogue import NEAR_MISSES, SPELLINGS
 from judging import difference
 from operands import operands
 
-BREAKS = "its shapes depend on the data: Dynamo breaks the graph"
-
 
 def spellings(operator):
     return {name: program for name, program in SPELLINGS.items() if program.operator == operator}
