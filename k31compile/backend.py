@@ -24,12 +24,11 @@ from k31compile.graph.trace import refuse_shared_memory, trace_functional
 from k31compile.leaves.hook import count_frames, current, install
 from k31compile.leaves.leaf import as_written, leaf_calls
 from k31compile.leaves.learn import learn
-from k31compile.loops import take_notes, tell
 from k31compile.nested import body_of, marked, nested_calls, repeated_layers, run_fake, why_not_regions
+from k31compile.notes import take_notes, tell
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
 from k31compile.report import Report, record
-from k31compile.skipped import take_skipped
 from k31compile.targets.cpu import compile_for_cpu, providers
 
 log = logging.getLogger("k31compile")
@@ -55,7 +54,7 @@ def k31(
         StrictError: under `strict=True`, where the report would only tell.
     """
     chosen = _options(mode, options, unknown)
-    said = [*take_notes(), *take_skipped()]
+    said = take_notes()
     report = Report(versions={"torch": torch.__version__, "python": platform.python_version()}, notes=list(said))
     try:
         compiled = _compile(module, example_inputs, chosen, report)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from k31compile.notes import take_notes
 from k31compile.report import Report, reports
-from k31compile.skipped import take_skipped
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Report:
@@ -23,12 +23,12 @@ def explain_with(options: dict[str, Any], model: nn.Module, *args: Any, **kwargs
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters["graph_break"].clear()
-    take_skipped()
+    take_notes()
     compiled = torch.compile(model, backend="k31", options=options)
     with torch.no_grad():
         compiled(*args, **kwargs)
     report = Report.merge(reports()[known:])
     # The last function of a call may be one that no graph follows.
-    report.notes += take_skipped()
+    report.notes += take_notes()
     report.graph_breaks = sum(counters["graph_break"].values())
     return report

@@ -7,7 +7,6 @@ layers goes round too seldom to be meant.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from typing import Any
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.output_graph import SubgraphTracer
 
-log = logging.getLogger("k31compile")
+from k31compile.notes import tell
 
 MOST_LAYERS = 128
 """A loop that goes round no more often than this may be one over layers, and may be as large as it likes."""
 
 _stopped: dict[tuple[CodeType, int], str] = {}
-_untold: list[str] = []
 
 
 @dataclass
@@ -52,19 +50,6 @@ def node_budget(count: int) -> Iterator[None]:
         yield
     finally:
         SubgraphTracer.create_node = plain  # type: ignore[method-assign]
-
-
-def tell(note: str) -> None:
-    """Log a sentence now and keep it for the next report."""
-    log.warning(note)
-    _untold.append(note)
-
-
-def take_notes() -> list[str]:
-    """What was told since the last call, each a sentence for a report; it was logged when it happened."""
-    notes = list(_untold)
-    _untold.clear()
-    return notes
 
 
 def _count(translator: Any, frames: dict[Any, _Frame], budget: int) -> None:

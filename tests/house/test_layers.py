@@ -17,7 +17,7 @@ LAYERS = [
     {"passes"},
     {"targets"},
     {"cache"},
-    {"loops", "skipped"},  # watch Dynamo and know nothing of ours
+    {"loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves", "slices"},
     {"backend", "contract", "entry", "explain", "check", "nested", "between_regions"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it

@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from expert_loops import WIDTH
 
 import k31compile
-from k31compile import skipped
+from k31compile import notes
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Fresh compiler state, and every sentence is told again."""
-    monkeypatch.setattr(skipped, "_told", set())
+    monkeypatch.setattr(notes, "_logged", set())
     torch._dynamo.reset()
 
 
