@@ -109,7 +109,7 @@ def why_not_regions(kinds: Sequence[type[nn.Module]], error: Exception) -> str:
     told = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), lines[0])
     names = ", ".join(kind.__name__ for kind in kinds)
     return (
-        f"{names}: each layer was compiled by itself, for as nested regions they cannot be traced "
+        f"{names}: each layer was traced and compiled anew, for as nested regions they cannot be traced "
         f"({told.split('. ')[0]}); "
         "a layer that returns only new tensors is compiled once for all of its kind"
     )

@@ -33,9 +33,10 @@ def one_hot_permuted(y, experts, weights, gate_up, down):
     return out
 
 
-@spelling(arguments="y experts weights gate_list up_list down_list", options={"activation": "swiglu"}, breaks=True)
-def list_of_experts(y, experts, weights, gates, ups, downs):
-    """One matrix of each kind an expert in Python lists, counted by bincount, += on indexed rows; SwiGLU."""
+@spelling(arguments="y ranked weights gate_list up_list down_list", options={"activation": "swiglu"}, breaks=True)
+def list_of_experts(y, ranked, weights, gates, ups, downs):
+    """Lists of matrices, experts by a top-k so that none comes twice, counted, += on indexed rows; SwiGLU."""
+    experts = ranked.topk(weights.shape[-1], dim=-1).indices
     out = torch.zeros_like(y)
     counts = torch.bincount(experts.flatten(), minlength=len(gates)).tolist()
     for i, (gate, up, down) in enumerate(zip(gates, ups, downs, strict=True)):

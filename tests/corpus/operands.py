@@ -167,14 +167,17 @@ def moe_gating_top_k(draw, t):
 def grouped_experts(draw, t):
     """Tokens [B * T, L], k experts and weights each; gate and up packed [E, 2 I, L], down [E, L, I].
 
-    Products reach 20 and more: there the bounds of SiTU are far from straight.
+    `ranked` [B * T, E] is greatest at the experts of each token, in their order. Products reach 20 and more: there the bounds of SiTU are far from straight.
     """
     rows = B * t
     gate_up, down = draw.normal(ROUTED, 2 * INNER, LATENT) * 2, draw.normal(ROUTED, LATENT, INNER)
     gate, up = gate_up.chunk(2, dim=1)
+    y, experts = draw.normal(rows, LATENT), draw.choice(rows, ROUTED - 1, PICKED)
+    falling = torch.arange(PICKED, 0, -1.0).expand(rows, -1)
     return {
-        "y": draw.normal(rows, LATENT),
-        "experts": draw.choice(rows, ROUTED - 1, PICKED),
+        "y": y,
+        "experts": experts,
+        "ranked": torch.zeros(rows, ROUTED).scatter(1, experts.long(), falling),
         "weights": draw.between(0.1, 1.0, rows, PICKED),
         "gate_up": gate_up,
         "gate": gate.contiguous(),
