@@ -212,7 +212,7 @@ class _Cutter:
         definition.body = [*inside, *(_parse(f"return {made[0]}", inside[-1]) if made else [])]
         code = _compiled(self.function, definition)
         assert code is not None
-        return types.FunctionType(code, self.function.__globals__, name)
+        return types.FunctionType(code, self.function.__globals__, self.function.__name__)
 
 
 def _block_with_data(
