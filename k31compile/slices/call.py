@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from k31compile.graph.sizes import hint
-from k31compile.leaves.call import raised_to_float64, run_watched
+from k31compile.leaves.call import raised_to_float64
 from k31compile.leaves.source import Read, Source, examine
 from k31compile.slices.cut import Slice
 from k31compile.slices.held import Held, Place, poison, text_of
+from k31compile.slices.watch import run_observed
 
 Tensors = Mapping[Place, torch.Tensor]
 Numbers = Mapping[Place, int]
@@ -59,14 +60,15 @@ class SliceCall:
 
     def token_tensors(self) -> dict[Place, torch.Tensor]:
         """The tensors that are given by themselves, not as part of a module."""
-        return {place: tensor for place, tensor in self.held.tensors.items() if not self._is_in_module(place)}
+        return {place: tensor for place, tensor in self.held.tensors.items() if not self.is_in_module(place)}
 
-    def _is_in_module(self, place: Place) -> bool:
+    def is_in_module(self, place: Place) -> bool:
+        """Whether a module leads to it."""
         return any(place[:length] in self.held.modules for length in range(1, len(place)))
 
     def numbers(self) -> dict[Place, int]:
         """The whole numbers that are given by themselves, most likely sizes."""
-        given = {place: value for place, value in self.held.constants.items() if not self._is_in_module(place)}
+        given = {place: value for place, value in self.held.constants.items() if not self.is_in_module(place)}
         return {p: hint(v) for p, v in given.items() if isinstance(v, int | torch.SymInt) and type(v) is not bool}
 
     def names(self) -> set[str]:
@@ -79,15 +81,16 @@ class SliceCall:
         return [*written, *(float(v) for v in self.held.constants.values() if type(v) in (int, float))]
 
     def run(self, tensors: Tensors, numbers: Numbers) -> Any:
-        """What the slice gives on these tensors; others that it reads are poisoned.
+        """What the slice gives on these tensors; of others it may read the sizes alone.
 
         Raises:
-            Unfit: it wrote into one of them, or drew random numbers.
+            Mismatch: it uses others too, or cannot be run on these.
+            Unfit: it changed something, drew random numbers, or raises where the data tell it to.
         """
         others = {place: poison(other) for place, other in self.held.tensors.items() if place not in tensors}
-        values = {**others, **tensors}
-        watched = {text_of(place): value for place, value in values.items()}
-        return run_watched(watched, lambda: self.slice.function(*self.held.filled(values, numbers)))
+        arguments = self.held.filled({**others, **tensors}, numbers)
+        given, unused = ({text_of(place): value for place, value in part.items()} for part in (tensors, others))
+        return run_observed(given, unused, lambda: self.slice.function(*arguments), arguments)
 
     def run_in_float64(self, tensors: Tensors, numbers: Numbers) -> Any:
         """The same on float64 tensors, with every cast and factory in it at float64: its algebra."""

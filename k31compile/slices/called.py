@@ -137,19 +137,24 @@ def real_shapes(roles: Roles, tensors: Mapping[Place, torch.Tensor]) -> tuple[in
 
 def small_shapes(roles: Roles, tensors: Mapping[Place, torch.Tensor]) -> tuple[int, dict[Place, tuple[int, ...]]]:
     """The same for smaller experts of as many."""
-    width = hint(tensors[roles.rows.x].shape[-1])
-    out, inner = _out_and_in(roles.down, tensors)
-    less = {"width": min(width, _SMALL_WIDTH), "inner": min(inner, _SMALL_INNER)}
-    less["out"] = less["width"] if out == width else min(out, _SMALL_OUT)
+    _, (width, inner, out) = small_ends(roles, tensors)
     shapes: dict[Place, tuple[int, ...]] = {}
     for part in roles.projections:
-        ends = (less["out"], less["inner"]) if part is roles.down else (less["inner"], less["width"])
+        ends = (out, inner) if part is roles.down else (inner, width)
         if part.half is not None:
             ends = (2 * ends[0], ends[1])
         for place in part.places:
             stacked = tuple(map(hint, tensors[place].shape[:-2]))
             shapes[place] = (*stacked, *(ends[::-1] if part.transposed else ends))
-    return less["width"], shapes
+    return width, shapes
+
+
+def small_ends(roles: Roles, tensors: Mapping[Place, torch.Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Width, inner size and size of the result of an expert: as they are, and small."""
+    width = hint(tensors[roles.rows.x].shape[-1])
+    out, inner = _out_and_in(roles.down, tensors)
+    less = min(width, _SMALL_WIDTH)
+    return (width, inner, out), (less, min(inner, _SMALL_INNER), less if out == width else min(out, _SMALL_OUT))
 
 
 def _out_and_in(part: Matrices, tensors: Mapping[Place, torch.Tensor]) -> tuple[int, int]:

@@ -4,53 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from k31compile.graph.confirm import Mismatch, confirm_at, relative_error
+from k31compile.graph.confirm import Mismatch, confirm_at, first_line, relative_error
 from k31compile.graph.sizes import hint
 from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.call import alone
-from k31compile.leaves.confirm import LONGEST, Denied
+from k31compile.leaves.confirm import Denied
 from k31compile.leaves.results import compare_rounding
-from k31compile.slices.call import Numbers, SliceCall
+from k31compile.slices.call import SliceCall
 from k31compile.slices.called import CalledExperts, real_shapes
+from k31compile.slices.counting import Counting, Scale, count_of, countings, refuse_large_numbers, scales, tokens_to_try
 from k31compile.slices.form import Evidence, Form
 from k31compile.slices.held import Place
 from k31compile.slices.roles import Roles, roles_of
 
-_TOKENS = 7
 _MOST_READINGS = 64
 _CANNOT = "its tokens [.., L], experts and weights [.., k], with two or three matrices an expert, cannot be told apart"
 
 
 class NoExperts(Unfit):
     """Nothing that a slice reads looks like routed experts: most loops are about something else."""
-
-
-@dataclass(frozen=True)
-class Counting:
-    """Which of the given numbers count tokens: those of `batch` times those of `length` are all of them.
-
-    `only` is the one batch and length that can be tried, where the numbers cannot be told apart.
-    """
-
-    batch: tuple[Place, ...] = ()
-    length: tuple[Place, ...] = ()
-    only: tuple[int, ...] = ()
-
-    def lead(self, tokens: int) -> tuple[int, ...]:
-        """Batch and length for so many tokens."""
-        batch = max(d for d in range(1, math.isqrt(tokens) + 1) if tokens % d == 0)
-        return self.only or (batch, tokens // batch)
-
-    def numbers(self, tokens: int) -> Numbers:
-        """The numbers that go with so many tokens."""
-        batch, length = self.lead(tokens) if self.batch else (1, tokens)
-        return {place: n for places, n in ((self.batch, batch), (self.length, length)) for place in places}
 
 
 def confirm_slice(call: SliceCall) -> Form:
@@ -63,28 +39,32 @@ def confirm_slice(call: SliceCall) -> Form:
     found = list(itertools.islice(roles_of(call), _MOST_READINGS))
     if not found:
         raise NoExperts(_CANNOT)
-    largest = max(_boundaries(call, found[0]), default=0)
-    if largest > LONGEST:
-        raise Unfit(f"it holds the number {largest}, and more than {LONGEST} tokens are not tried")
+    refuse_large_numbers(call, found[0])
     furthest = Denied(_CANNOT)
     with alone():
-        for roles, small, counting in itertools.product(found, (True, False), _countings(call, found[0])):
+        for roles, scale, counting in itertools.product(found, scales(call, found[0]), countings(call, found[0])):
             try:
-                return _hold(call, roles, counting, small=small)
+                return _hold(call, roles, counting, scale)
             except Mismatch as mismatch:
                 trials = mismatch.args[1] if len(mismatch.args) > 1 else 0
-                if trials >= furthest.trials:
+                if trials > furthest.trials:
                     furthest = Denied(str(mismatch.args[0]), trials)
+            except (IndexError, RuntimeError) as error:
+                furthest = max(furthest, Denied(f"it cannot be run on samples: {first_line(error)}", 0), key=_trials)
     raise furthest
 
 
-def _hold(call: SliceCall, roles: Roles, counting: Counting, *, small: bool) -> Form:
+def _trials(denied: Denied) -> int:
+    return denied.trials
+
+
+def _hold(call: SliceCall, roles: Roles, counting: Counting, scale: Scale) -> Form:
     """The form with its evidence, or Mismatch at the first sample that contradicts it."""
-    first, *others = _tokens_to_try(call, roles, counting)
+    first, *others = tokens_to_try(call, roles, counting, scale)
 
     def reading(tokens: int, trials: int) -> CalledExperts:
-        lead, numbers = counting.lead(tokens), counting.numbers(tokens)
-        return CalledExperts(call, roles, lead, numbers, small=small, trials=trials)
+        lead, numbers = counting.lead(tokens), {**scale.sizes, **counting.numbers(tokens)}
+        return CalledExperts(call, roles, lead, numbers, small=scale.small, trials=trials)
 
     main = reading(first, 4)
     seen = confirm_at(main, {})
@@ -101,59 +81,15 @@ def _hold(call: SliceCall, roles: Roles, counting: Counting, *, small: bool) -> 
         *roles.projections,
         main.learned,
         *_result_of(call, main),
-        first if counting.only else None,
+        counting.counted,
+        counting.only or None,
         Evidence(samples, tuple(sorted({first, *others})), worst),
     )
     _check_rounding(form, main)
-    if small:
+    _check_nan(form, main)
+    if scale.small:
         _check_at_real_sizes(form, call, counting, roles)
     return form
-
-
-def _countings(call: SliceCall, roles: Roles) -> list[Counting]:
-    """Ways to tell the numbers of tokens among the numbers that are given."""
-    x = call.held.tensors[roles.rows.x]
-    lead = tuple(hint(size) for size in x.shape[:-1])
-    tokens = math.prod(lead)
-    by_value: dict[int, list[Place]] = defaultdict(list)
-    for place, value in call.numbers().items():
-        by_value[value].append(place)
-    ways = [Counting()]
-    if tokens in by_value:
-        ways.append(Counting(length=tuple(by_value[tokens])))
-    for batch, length in itertools.permutations(by_value, 2):
-        if batch * length == tokens and 1 not in (batch, length):
-            ways.append(Counting(tuple(by_value[batch]), tuple(by_value[length])))
-    if all(isinstance(size, int) for size in x.shape) and tokens <= LONGEST:
-        ways.append(Counting(only=lead if len(lead) > 1 else (1, *lead)))
-    return ways
-
-
-def _tokens_to_try(call: SliceCall, roles: Roles, counting: Counting) -> list[int]:
-    """Enough tokens to meet every expert; then numbers on both sides of each at which behaviour may change."""
-    if counting.only:
-        return [math.prod(counting.only)]
-    slots = hint(call.held.tensors[roles.rows.experts].shape[-1])
-    many = max(_TOKENS, -(-_count(call, roles) // slots))
-    around = [n for number in _boundaries(call, roles) for n in (number, number + 1, 2 * number + 3) if n > 0]
-    return list(dict.fromkeys([many, 1, 2, 12, *around]))
-
-
-def _boundaries(call: SliceCall, roles: Roles) -> list[int]:
-    """Whole numbers in the code, and among what it reads those that are no size of the experts."""
-    tensors = call.held.tensors
-    _, shapes = real_shapes(roles, tensors)
-    sizes = {size for shape in shapes.values() for size in shape}
-    sizes |= {hint(tensors[roles.rows.experts].shape[-1]), _count(call, roles), *(size // 2 for size in sizes)}
-    given = call.numbers()
-    read = [value for place, value in call.held.constants.items() if type(value) is int and place not in given]
-    found = {number for source in call.sources.values() for number in source.integers}
-    return sorted(abs(number) for number in found | {number for number in read if number not in sizes})
-
-
-def _count(call: SliceCall, roles: Roles) -> int:
-    places = roles.gate.places
-    return len(places) if len(places) > 1 else hint(call.held.tensors[places[0]].shape[0])
 
 
 def _result_of(call: SliceCall, reading: CalledExperts) -> tuple[Place, torch.dtype]:
@@ -178,6 +114,16 @@ def _check_rounding(form: Form, reading: CalledExperts) -> None:
         compare_rounding(truth, theirs, ours)
 
 
+def _check_nan(form: Form, reading: CalledExperts) -> None:
+    """One token of NaN: its row is NaN, and no other."""
+    values = reading.in_own_types(1)
+    values[form.x].view(-1, values[form.x].shape[-1])[0] = torch.nan
+    theirs = reading.as_rows(reading.call.run(values, reading.numbers))
+    ours = reading.as_rows(form.program([values[place] for place in form.places]))
+    if not torch.equal(theirs.isnan().any(dim=-1), ours.isnan().any(dim=-1)):
+        raise Mismatch("a token that is no number changes other rows than its own, or is mended")
+
+
 def _check_at_real_sizes(form: Form, call: SliceCall, counting: Counting, roles: Roles) -> None:
     """Run two tokens through the caller's own experts: what was tried on small ones alone may know its sizes."""
     tensors = call.held.tensors
@@ -188,7 +134,7 @@ def _check_at_real_sizes(form: Form, call: SliceCall, counting: Counting, roles:
     lead = counting.lead(tokens)
     generator = torch.Generator().manual_seed(29)
     values = {place: tensors[place].detach() for place in shapes}
-    order = torch.randperm(_count(call, roles), generator=generator)
+    order = torch.randperm(count_of(call, roles), generator=generator)
     for place in (form.x, form.experts, form.weights):
         flat = lead if tensors[place].dim() > 2 else (tokens,)
         shape = (*flat, hint(tensors[place].shape[-1]))

@@ -30,6 +30,7 @@ from k31compile.slices.syntax import (
     names_changed,
     names_read,
     names_written,
+    only_raises,
 )
 
 _MOST_STARTS = 16
@@ -211,7 +212,7 @@ class _Cutter:
         definition.body = [*inside, *(_parse(f"return {made[0]}", inside[-1]) if made else [])]
         code = _compiled(self.function, definition)
         assert code is not None
-        return types.FunctionType(code, self.function.__globals__, name)
+        return types.FunctionType(code, self.function.__globals__, self.function.__name__)
 
 
 def _block_with_data(
@@ -233,7 +234,7 @@ def _block_with_data(
 def _extent(block: Sequence[ast.stmt]) -> tuple[int, int] | None:
     """The first and the last statement that depend on the data where one of them loops; None where none does."""
     masks = masks_in(block)
-    asking = [i for i, statement in enumerate(block) if asks_the_data(statement, masks)]
+    asking = [i for i, one in enumerate(block) if asks_the_data(one, masks) and not only_raises(one)]
     if not asking:
         return None
     first, last = asking[0], asking[-1]

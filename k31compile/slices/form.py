@@ -33,6 +33,14 @@ class Matrices:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """Numbers among the arguments that count tokens: each of `batch` times each of `length` is all of them."""
+
+    batch: tuple[Place, ...] = ()
+    length: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What a confirmation ran."""
 
@@ -51,7 +59,8 @@ class Form:
         activation: what stands between them.
         shaped_as: the operand whose leading sizes the result has.
         dtype: of the result.
-        only: the one number of tokens it serves, where the numbers that it was given could not be told apart.
+        counted: the numbers it was given that count tokens.
+        only: the one batch and length it serves, where the numbers that it was given could not be told apart.
 
     """
 
@@ -64,7 +73,8 @@ class Form:
     activation: Activation
     shaped_as: Place
     dtype: torch.dtype
-    only: int | None
+    counted: Counted
+    only: tuple[int, ...] | None
     evidence: Evidence
 
     @property
@@ -90,9 +100,10 @@ class Form:
         lead = values[self.shaped_as].shape[:-1]
         return result.to(self.dtype).reshape(*lead, result.shape[-1])
 
-    def fits(self, tokens: Any) -> bool:
-        """Whether it holds for this number of tokens."""
-        return self.only is None or (isinstance(tokens, int) and tokens == self.only)
+    def fits(self, lead: Sequence[Any]) -> bool:
+        """Whether it holds for tokens of these leading sizes."""
+        given = tuple(lead) if len(lead) > 1 else (1, *lead)
+        return self.only is None or (all(isinstance(size, int) for size in given) and given == self.only)
 
     def to_dict(self) -> dict[str, Any]:
         """What a report says of it, as plain JSON values."""

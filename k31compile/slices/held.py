@@ -6,6 +6,7 @@ and attributes, with other parameters. The caller's modules are never touched.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from k31compile.graph.sizes import hint
 from k31compile.leaves.bytecode import Unfit, all_codes
@@ -24,6 +26,9 @@ Place = tuple[str | int, ...]
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OVERLOADS = frozenset(
+    f"__{name}__" for name in ("bool", "call", "contains", "getattr", "getattribute", "getitem", "iter", "len")
+)
 LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
 """Modules whose members are reached by number."""
 
@@ -44,6 +49,9 @@ class Held:
         modules: each module once.
         constants: what the code may read of them beside tensors and modules, by place.
         functions: the methods that the code may call.
+        aliases: further places of tensors, with their first.
+        lists: the lists that modules hold.
+        inherited: by class the names that are read of it, and not of the instance.
 
     """
 
@@ -53,6 +61,8 @@ class Held:
     constants: dict[Place, Any] = field(default_factory=dict)
     functions: dict[types.FunctionType, Place] = field(default_factory=dict)
     aliases: dict[Place, Place] = field(default_factory=dict)
+    lists: list[Place] = field(default_factory=list)
+    inherited: dict[type, set[str]] = field(default_factory=dict)
 
     @staticmethod
     def of(arguments: Mapping[str, Any], code: types.CodeType) -> Held:
@@ -66,16 +76,21 @@ class Held:
         for name, value in arguments.items():
             walk.add((name,), value)
         walk.follow()
+        if held.modules and _has_any_global_hook():
+            raise Unfit("there are hooks on all modules, which may do anything")
+        if "__dict__" in walk.names:
+            raise Unfit("it reads __dict__, which nobody can look into")
         return held
 
     def key(self) -> str:
         """Equal for arguments that differ in the number of tokens, and in values of tensors, alone."""
-        first = [name for name, value in self.arguments.items() if isinstance(value, torch.Tensor)]
-        texts = [
-            f"{text_of(place)}: {tensor.dtype}"
-            f"{[*tensor.shape[-1:], tensor.dim()] if place[0] in first else list(tensor.shape)}"
-            for place, tensor in self.tensors.items()
-        ]
+        given = {name: value for name, value in self.arguments.items() if isinstance(value, torch.Tensor)}
+        counts = {_rows(value) for value in given.values() if not value.is_floating_point()}
+        texts = []
+        for place, tensor in self.tensors.items():
+            has_tokens = place[0] in given and _rows(tensor) in counts
+            sizes = ["tokens", tensor.dim(), *tensor.shape[-1:]] if has_tokens else list(tensor.shape)
+            texts.append(f"{text_of(place)}: {tensor.dtype}{sizes}")
         texts += [f"{text_of(place)}: {type(module).__qualname__}" for place, module in self.modules.items()]
         texts += [f"{text_of(place)}={value!r}" for place, value in self.constants.items()]
         texts += [f"{text_of(place)} is {text_of(other)}" for place, other in self.aliases.items()]
@@ -111,6 +126,8 @@ class _Walk:
             else:
                 self.held.aliases[place] = known
         elif type(value) in (list, tuple, torch.Size):
+            if type(value) is list and len(place) > 1:
+                self.held.lists.append(place)
             for i, part in enumerate(value):
                 self.add((*place, i), part)
         elif isinstance(value, torch.SymInt) or is_constant(value) or _is_library_function(value):
@@ -118,10 +135,20 @@ class _Walk:
         elif len(place) == 1 or type(value) is dict or callable(value) or not hasattr(value, "__dict__"):
             raise Unfit(f"{text_of(place)} is a {type(value).__name__}, neither tensor, module, list nor constant")
         else:
-            for name in sorted(self.names & vars(value).keys()):
-                if not is_constant(vars(value)[name]):
-                    raise Unfit(f"{text_of((*place, name))} is a {type(vars(value)[name]).__name__}, which may change")
-                self.held.constants[(*place, name)] = vars(value)[name]
+            self._add_attributes(place, value)
+
+    def _add_attributes(self, place: Place, value: Any) -> None:
+        """Take the constants of an object that only holds them, as a configuration does."""
+        for name in sorted((self.names | _OVERLOADS) - vars(value).keys()):
+            owner = next((one for one in type(value).__mro__[:-1] if name in vars(one)), None)
+            if owner is not None and not is_constant(vars(owner)[name]):
+                raise Unfit(f"{text_of(place)} is a {type(value).__name__}, whose {name} may do anything")
+            if owner is not None:
+                self.held.constants[(*place, name)] = vars(owner)[name]
+        for name in sorted(self.names & vars(value).keys()):
+            if not is_constant(vars(value)[name]):
+                raise Unfit(f"{text_of((*place, name))} is a {type(vars(value)[name]).__name__}, which may change")
+            self.held.constants[(*place, name)] = vars(value)[name]
 
     def follow(self) -> None:
         """Look into modules and classes until nothing new is mentioned."""
@@ -143,6 +170,7 @@ class _Walk:
             elif value is not None and (is_library or step in self.names):
                 self.add((*place, step), value)
         if is_library:
+            self._add_settings(place, module)
             return
         for name in sorted(self.names & vars(module).keys()):
             if name == "training" or name not in _INTERNAL:
@@ -151,13 +179,23 @@ class _Walk:
             self.first[type(module)] = place
             self._look_into_class(place, type(module))
 
+    def _add_settings(self, place: Place, module: nn.Module) -> None:
+        """Take all that a module of torch may read of itself; a linear layer reads its matrix and bias alone."""
+        if type(module) in (nn.Linear, nn.ModuleDict, *LISTS):
+            return
+        for name, value in vars(module).items():
+            if name == "training" or name not in _INTERNAL:
+                self.add((*place, name), value)
+
     def _look_into_class(self, place: Place, kind: type) -> None:
         """Take the methods and constants of a class that are mentioned; what is held is called, but for an argument."""
-        for name in sorted(self.names | ({"forward"} if len(place) > 1 else set())):
+        known = self.held.inherited.setdefault(kind, set())
+        for name in sorted(self.names | _OVERLOADS | ({"forward"} if len(place) > 1 else set())):
             owner = next((one for one in kind.__mro__ if name in vars(one)), None)
             if owner is None or is_trusted(owner.__module__) or owner is object:
                 continue
             value = vars(owner)[name]
+            known.add(name)
             if isinstance(value, types.FunctionType):
                 self.held.functions.setdefault(value, (*place, name))
                 self.names |= mentioned([value.__code__])
@@ -195,7 +233,9 @@ def _twin(value: Any, place: Place, values: Mapping[Place, Any], twins: dict[int
                     for name, part in state[kind].items()
                 }
             for name, part in state.items():
-                if name not in _INTERNAL and type(part) in (list, tuple) and not is_constant(part):
+                if (*place, name) in values:
+                    state[name] = values[(*place, name)]
+                elif name not in _INTERNAL and type(part) in (list, tuple) and not is_constant(part):
                     state[name] = _twin(part, (*place, name), values, twins)
             twin.__dict__.update(state)
         return twins[id(value)]
@@ -215,6 +255,10 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return torch.full((), torch.nan, dtype=tensor.dtype).expand(sizes)
     return torch.full((), _NO_INDEX, dtype=torch.int64).expand(sizes)
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return math.prod(hint(size) for size in tensor.shape[:-1])
 
 
 def _is_library_function(value: Any) -> bool:

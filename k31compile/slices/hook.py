@@ -21,6 +21,7 @@ from k31compile.leaves.confirm import Denied
 from k31compile.leaves.situation import refuse_situation
 from k31compile.slices.call import SliceCall
 from k31compile.slices.confirm import NoExperts, confirm_slice
+from k31compile.slices.counting import check_numbers
 from k31compile.slices.cut import Cut, Slice, cut_code
 from k31compile.slices.form import Form
 from k31compile.slices.held import Held
@@ -111,6 +112,8 @@ def _seen(one: Slice, arguments: Mapping[str, Any]) -> SliceCall:
     values = {name: value_of(variable, name) for name, variable in arguments.items()}
     held = Held.of(values, one.function.__code__)
     refuse_situation(held.tensors.values())
+    if any(0 in tensor.shape for tensor in held.tensors.values()):
+        raise Unfit("it is called with no tokens")
     distinct = frozenset(
         (name,)
         for name, value in values.items()
@@ -134,9 +137,10 @@ def _form_of(call: SliceCall) -> Form:
 
 def _put(one: Slice, tx: Any, call: SliceCall, form: Form, arguments: Mapping[str, Any]) -> Any:
     tensors = call.held.tensors
-    count = tensors[form.x].numel() // tensors[form.x].shape[-1]
-    if not form.fits(count):
-        raise Unfit(f"it was confirmed for {form.only} tokens alone, and this call has {count}")
+    lead = tuple(tensors[form.x].shape[:-1])
+    if not form.fits(lead):
+        raise Unfit(f"it was confirmed for tokens {form.only} alone, and this call has {lead}")
+    check_numbers(call, form.counted, tensors[form.x])
     reach = Reach(tx, arguments)
     reach.guard(call)
     leaf = SliceLeaf(one.name, one.where, call.key(), form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, DictGetItemSource, GlobalSource
+from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, GlobalSource
 from torch._dynamo.variables import ConstantVariable, VariableTracker
 
 from k31compile.leaves.bytecode import Unfit
@@ -72,12 +73,20 @@ class Reach:
         """
         for place, module in call.held.modules.items():
             install_guard(self._source(place).make_guard(GuardBuilder.TYPE_MATCH))
+            for name in ("forward", *sorted(call.held.inherited.get(type(module), ()))):
+                if name not in vars(module):
+                    absent = functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+                    install_guard(self._source(place).make_guard(absent))
             if isinstance(module, LISTS):
                 members = AttrSource(self._source(place), "_modules")
                 install_guard(members.make_guard(GuardBuilder.SEQUENCE_LENGTH))
-        for place in call.held.constants:
-            if len(place) > 1 and place[:-1] in call.held.modules:
-                install_guard(AttrSource(self._source(place[:-1]), str(place[-1])).make_guard(_kind(call, place)))
+        for place in filter(call.is_in_module, call.held.lists):
+            install_guard(self._source(place).make_guard(GuardBuilder.SEQUENCE_LENGTH))
+        for place in filter(call.is_in_module, call.held.constants):
+            around, step = self._source(place[:-1]), place[-1]
+            is_member = isinstance(step, int) and place[:-1] not in call.held.modules
+            source = GetItemSource(around, step) if is_member else AttrSource(around, str(step))
+            install_guard(source.make_guard(_kind(call, place)))
         for function, place in call.held.functions.items():
             method = AttrSource(self._source(place[:-1]), str(place[-1]))
             install_guards(AttrSource(method, "__func__"), call.sources[function])

@@ -85,6 +85,13 @@ def may_move(node: ast.stmt, *, last: bool) -> bool:
     return last or not any(isinstance(part, ast.Return) for part in parts)
 
 
+def only_raises(node: ast.stmt) -> bool:
+    """Whether a statement does nothing, or raises an error."""
+    if isinstance(node, ast.If):
+        return all(isinstance(inner, ast.Raise) for inner in [*node.body, *node.orelse])
+    return isinstance(node, ast.Assert | ast.Raise)
+
+
 def has_private_names(node: ast.AST) -> bool:
     """Whether it has names like `__x`, which mean something else outside of their class."""
     named = [getattr(part, key, None) for part in ast.walk(node) for key in ("id", "attr", "arg")]
