@@ -29,8 +29,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OVERLOADS = frozenset(
     f"__{name}__" for name in ("bool", "call", "contains", "getattr", "getattribute", "getitem", "iter", "len")
 )
-LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
-"""Modules whose members are reached by number."""
+LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList, nn.ModuleDict, nn.ParameterDict)
+"""Modules whose members are reached by number; those of a dictionary where their names are numbers."""
 
 
 def text_of(place: Place) -> str:
@@ -48,7 +48,7 @@ class Held:
         tensors: each tensor once, at the first place that leads to it.
         modules: each module once.
         constants: what the code may read of them beside tensors and modules, by place.
-        functions: the methods that the code may call.
+        functions: the methods that the code may call, `static` those of them that are static.
         aliases: further places of tensors, with their first.
         lists: the lists that modules hold.
         inherited: by class the names that are read of it, and not of the instance.
@@ -60,6 +60,7 @@ class Held:
     modules: dict[Place, nn.Module] = field(default_factory=dict)
     constants: dict[Place, Any] = field(default_factory=dict)
     functions: dict[types.FunctionType, Place] = field(default_factory=dict)
+    static: set[Any] = field(default_factory=set)
     aliases: dict[Place, Place] = field(default_factory=dict)
     lists: list[Place] = field(default_factory=list)
     inherited: dict[type, set[str]] = field(default_factory=dict)
@@ -181,7 +182,7 @@ class _Walk:
 
     def _add_settings(self, place: Place, module: nn.Module) -> None:
         """Take all that a module of torch may read of itself; a linear layer reads its matrix and bias alone."""
-        if type(module) in (nn.Linear, nn.ModuleDict, *LISTS):
+        if type(module) in (nn.Linear, *LISTS):
             return
         for name, value in vars(module).items():
             if name == "training" or name not in _INTERNAL:
@@ -196,6 +197,9 @@ class _Walk:
                 continue
             value = vars(owner)[name]
             known.add(name)
+            if isinstance(value, staticmethod):
+                value = value.__func__
+                self.held.static.add(value)
             if isinstance(value, types.FunctionType):
                 self.held.functions.setdefault(value, (*place, name))
                 self.names |= mentioned([value.__code__])

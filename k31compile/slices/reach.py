@@ -89,7 +89,8 @@ class Reach:
             install_guard(source.make_guard(_kind(call, place)))
         for function, place in call.held.functions.items():
             method = AttrSource(self._source(place[:-1]), str(place[-1]))
-            install_guards(AttrSource(method, "__func__"), call.sources[function])
+            plain = method if function in call.held.static else AttrSource(method, "__func__")
+            install_guards(plain, call.sources[function])
         guard_reads(self._global, call.sources[call.slice.function])
 
     def _source(self, place: Place) -> Any:

@@ -167,7 +167,8 @@ def moe_gating_top_k(draw, t):
 def grouped_experts(draw, t):
     """Tokens [B * T, L], k experts and weights each; gate and up packed [E, 2 I, L], down [E, L, I].
 
-    `ranked` [B * T, E] is greatest at the experts of each token, in their order. Products reach 20 and more: there the bounds of SiTU are far from straight.
+    `ranked` [B * T, E] is greatest at the experts of each token, in their order. Products reach 20 and more: there the
+    bounds of SiTU are far from straight.
     """
     rows = B * t
     gate_up, down = draw.normal(ROUTED, 2 * INNER, LATENT) * 2, draw.normal(ROUTED, LATENT, INNER)

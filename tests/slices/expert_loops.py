@@ -198,4 +198,27 @@ class Unflattened(Layer):
         return out
 
 
-STYLES = (Counted, OneHot, SortedTokens, MaskedRows, OnlyHit, Unflattened)
+class NumberedExperts(Layer):
+    """Experts in a dictionary by their numbers as text; the activation is a static method."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleDict({str(e): Expert() for e in range(EXPERTS)})
+
+    @staticmethod
+    def activate(gate, up):
+        return F.silu(gate) * up
+
+    def forward(self, x):
+        flat = x.view(-1, WIDTH)
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e in range(EXPERTS):
+            rows, slot = (indices == e).nonzero(as_tuple=True)
+            expert = self.experts[str(e)]
+            inner = self.activate(expert.w1(flat[rows]), expert.w3(flat[rows]))
+            out.index_add_(0, rows, expert.w2(inner) * weights[rows, slot].unsqueeze(-1))
+        return out.view_as(x)
+
+
+STYLES = (Counted, OneHot, SortedTokens, MaskedRows, OnlyHit, Unflattened, NumberedExperts)
