@@ -93,10 +93,19 @@ class CalledExperts(ExpertsReading):
     def values(self, sample: Mapping[fx.Node, torch.Tensor]) -> dict[Place, torch.Tensor]:
         """A sample by place, tokens with as many leading sizes as those of the call."""
         values = {place: sample[node] for place, node in self.nodes.items()}
+        if self.roles.rows.spread:
+            values[self.roles.rows.weights] = self._spread(values)
         for place in (self.roles.rows.x, self.roles.rows.experts, self.roles.rows.weights):
             if self.call.held.tensors[place].dim() > 2:
                 values[place] = values[place].reshape(*self.lead, values[place].shape[-1])
         return values
+
+    def _spread(self, values: Mapping[Place, torch.Tensor]) -> torch.Tensor:
+        """Weights of every expert; those of experts that a token did not choose must not matter."""
+        weights, experts = values[self.roles.rows.weights], values[self.roles.rows.experts].long()
+        generator = torch.Generator().manual_seed(31)
+        all_weights = torch.randn((self.tokens, self.operands.count), generator=generator, dtype=weights.dtype)
+        return all_weights.scatter(1, experts, weights)
 
     def in_own_types(self, trial: int) -> dict[Place, torch.Tensor]:
         """A sample by place, in the types of the call."""

@@ -77,7 +77,7 @@ def _hold(call: SliceCall, roles: Roles, counting: Counting, scale: Scale) -> Fo
             raise Mismatch(f"{mismatch.args[0]} (of {tokens} tokens)", samples) from None
         samples, worst = samples + seen.samples, max(worst, seen.worst_error)
     form = Form(
-        *(roles.rows.x, roles.rows.experts, roles.rows.weights),
+        *(roles.rows.x, roles.rows.experts, roles.rows.weights, roles.rows.spread),
         *roles.projections,
         main.learned,
         *_result_of(call, main),

@@ -54,7 +54,7 @@ class Form:
     """A slice read as routed experts (K3.1 spec 2.18).
 
     Attributes:
-        x, experts, weights: tokens [.., L], their experts and the weights of these [.., k].
+        x, experts, weights: tokens [.., L], their experts and the weights of these [.., k]; of all where `spread`.
         gate, up, down: the projections.
         activation: what stands between them.
         shaped_as: the operand whose leading sizes the result has.
@@ -67,6 +67,7 @@ class Form:
     x: Place
     experts: Place
     weights: Place
+    spread: bool
     gate: Matrices
     up: Matrices
     down: Matrices
@@ -88,6 +89,8 @@ class Form:
         """What the slice gives, by the operator; the tensors are those of `places`."""
         values = dict(zip(self.places, tensors, strict=True))
         rows = [values[place].reshape(-1, values[place].shape[-1]) for place in (self.x, self.experts, self.weights)]
+        if self.spread:
+            rows[2] = rows[2].gather(1, rows[1].long())
         result: torch.Tensor = torch.ops.k31.grouped_experts(
             *rows,
             self.gate.views(values),

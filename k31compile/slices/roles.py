@@ -22,11 +22,12 @@ _MOST_PARTS = 3
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens [.., L], their experts and weights [.., k]."""
+    """Tokens [.., L], their experts and weights [.., k]; `spread` where the weights are [.., E], of every expert."""
 
     x: Place
     experts: Place
     weights: Place
+    spread: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,11 @@ class Roles:
 def roles_of(call: SliceCall) -> Iterator[Roles]:
     """Every way to read the tensors of a call by type and shape."""
     for rows, sources in itertools.product(_rows_of(call), _sources_of(call)):
+        if rows.spread and hint(call.held.tensors[rows.weights].shape[-1]) != _count(call, sources):
+            continue
         tokens = (rows.x, rows.experts, rows.weights)
         nodes = _flat_nodes(call, tokens, sources)
+        nodes[rows.weights].meta["val"] = nodes[rows.experts].meta["val"].to(torch.float32)
         back = {node: place for place, node in nodes.items()}
         listed = [tuple(nodes[place] for place in source) for source in sources]
         for width in _widths_of_results(call, sources):
@@ -88,9 +92,18 @@ def _rows_of(call: SliceCall) -> Iterator[Rows]:
         for weights, x in itertools.permutations(tensors, 2):
             if not tensors[weights].is_floating_point() or not tensors[x].is_floating_point():
                 continue
-            same = _sizes(tensors[weights]) == _sizes(index)
-            if same and tensors[x].dim() in (2, 3) and _tokens(tensors[x]) == _tokens(index):
+            if tensors[x].dim() not in (2, 3) or _tokens(tensors[x]) != _tokens(index):
+                continue
+            if _sizes(tensors[weights]) == _sizes(index):
                 yield Rows(x, experts, weights)
+            elif _sizes(tensors[weights])[:-1] == _sizes(index)[:-1] and experts in call.distinct:
+                yield Rows(x, experts, weights, spread=True)
+
+
+def _count(call: SliceCall, sources: Sequence[tuple[Place, ...]]) -> int:
+    """How many experts these sources are for."""
+    first = sources[0]
+    return len(first) if len(first) > 1 else hint(call.held.tensors[first[0]].shape[0])
 
 
 def _sources_of(call: SliceCall) -> Iterator[list[tuple[Place, ...]]]:

@@ -221,4 +221,18 @@ class NumberedExperts(Layer):
         return out.view_as(x)
 
 
+class WeightsOfAll(Layer):
+    """The loop reads a dense row of scores, those of experts that were not chosen among them."""
+
+    def forward(self, x):
+        flat = x.view(-1, WIDTH)
+        scores = F.linear(flat.float(), self.gate.weight.float()).softmax(-1).to(x.dtype)
+        chosen = scores.topk(SLOTS, dim=-1).indices
+        out = torch.zeros_like(flat)
+        for e in chosen.unique().tolist():
+            rows = (chosen == e).any(-1).nonzero(as_tuple=True)[0]
+            out[rows] += self.experts[e](flat[rows]) * scores[rows, e].unsqueeze(-1)
+        return out.view_as(x)
+
+
 STYLES = (Counted, OneHot, SortedTokens, MaskedRows, OnlyHit, Unflattened, NumberedExperts)

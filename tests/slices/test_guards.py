@@ -4,7 +4,7 @@ import expert_loops
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_loops import Counted, Expert, MaskedRows
+from expert_loops import Counted, Expert, MaskedRows, NumberedExperts
 
 
 def assert_follows(model, layer, x):
@@ -66,6 +66,15 @@ def test_a_bias_that_is_given_later(tokens, compiled):
     model = compiled(layer)
     assert_follows(model, layer, tokens())
     layer.experts[0].w2.bias = torch.nn.Parameter(torch.ones(expert_loops.WIDTH))
+    assert_follows(model, layer, tokens())
+
+
+@torch.no_grad()
+def test_a_static_method(tokens, compiled, monkeypatch):
+    layer = NumberedExperts().eval()
+    model = compiled(layer)
+    assert_follows(model, layer, tokens())
+    monkeypatch.setattr(NumberedExperts, "activate", staticmethod(lambda gate, up: F.gelu(gate) * up))
     assert_follows(model, layer, tokens())
 
 

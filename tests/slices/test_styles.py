@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from expert_loops import STYLES, Counted, OneHot
+from expert_loops import STYLES, Counted, OneHot, WeightsOfAll
 from torch import nn
 
 import k31compile
@@ -40,6 +40,15 @@ def test_a_loop_in_bfloat16_is_as_near_to_float64_as_its_author(style, tokens, c
     assert ours.dtype == torch.bfloat16
     ours_off, theirs_off = ((y.double() - exact).abs().max() for y in (ours, theirs))
     assert ours_off <= 2 * theirs_off + 4e-3 * exact.abs().max()
+
+
+@torch.no_grad()
+def test_weights_may_be_those_of_all_experts(tokens, compiled, fused):
+    layer = WeightsOfAll().eval()
+    model = compiled(layer, fullgraph=True)
+    for length in (5, 1, 8):
+        torch.testing.assert_close(model(tokens(2, length)), layer(tokens(2, length)), atol=2e-6, rtol=1e-5)
+        assert fused()["grouped_experts"] == 1
 
 
 @torch.no_grad()
