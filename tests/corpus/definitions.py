@@ -5,7 +5,7 @@ or which of the operator's variants it is.
 """
 
 import torch
-from operands import CHOSEN, EPS, FACTOR, GROUPS, KEPT, LOWER_BOUND, TAPS, H, K, V
+from operands import BEST_KEYS, CHOSEN, EPS, FACTOR, GROUPS, KEPT, LOWER_BOUND, TAPS, H, K, V
 from torch import Tensor
 
 
@@ -129,6 +129,22 @@ def activate(g, u, activation, beta, linear_beta):
     return beta * torch.tanh(g / beta) / (1 + (-g).exp()) * straight
 
 
+def lightning_indexer(made, *, marked=False):
+    """The places of the best keys that each row sees, the best first (K3.1 spec 2.8).
+
+    Where a row sees fewer: the first of the others, or -1 where `marked`.
+    """
+    rows = []
+    for b, t in torch.cartesian_prod(*map(torch.arange, made["pos"].shape)).tolist():
+        dots = made["k"][b] @ made["q"][b, t].mT
+        score = (dots.clamp(min=0) * made["w"][b, t]).sum(-1).tolist()
+        seen = int(made["pos"][b, t]) + 1
+        best = sorted(range(seen), key=lambda place: -score[place])[:BEST_KEYS]
+        rest = [-1 if marked else place for place in range(seen, seen + BEST_KEYS - len(best))]
+        rows.append(best + rest)
+    return {"chosen": torch.tensor(rows).view(*made["pos"].shape, BEST_KEYS)}
+
+
 def mega_kda(made, *, gate="bounded"):
     """Short conv, unit keys and queries, gates, delta rule, gated norm, one after the other (K3.1 spec 2.3 to 2.6)."""
     conv = short_conv(made)
@@ -148,6 +164,7 @@ DEFINITIONS = {
     "moe_gating_top_k": moe_gating_top_k,
     "grouped_experts": grouped_experts,
     "mega_kda": mega_kda,
+    "lightning_indexer": lightning_indexer,
 }
 
 

@@ -10,6 +10,11 @@ def strategies(compose, axes, lies):
     return choices.map(compose), st.builds(compose, choices, st.sampled_from(tuple(lies)))
 
 
+def settled(choice, instead):
+    """The choices, with another option where `instead` names one for what was drawn on its axis."""
+    return {axis: instead.get(axis, {}).get(option, option) for axis, option in choice.items()}
+
+
 def describe(choice, lie):
     """The choices in one line, the lie last."""
     said = ", ".join(f"{key}: {value}" for key, value in choice.items())
@@ -26,15 +31,12 @@ def record(drawn, operator, choice, facts, lie, lies):
     facts = {"phase": "prefill", "lengths": (choice["length"],)} | facts
     if lie is None:
         return Spelling(drawn, operator, **{"counts": {operator: 1}} | facts)
+    facts.pop("counts", None)
     served_by, right = lies[lie]
     right = tuple(name for name in facts["results"] if any(_is_laid_out(name, plain) for plain in right))
-    return NearMiss(drawn, operator, served_by=served_by, right=right, **_without_counts(facts))
+    return NearMiss(drawn, operator, served_by=served_by, right=right, **facts)
 
 
 def _is_laid_out(name, plain):
     """Whether the result is the one called `plain`, in whatever layout."""
     return name == plain or name.startswith(f"{plain}_")
-
-
-def _without_counts(facts):
-    return {key: value for key, value in facts.items() if key != "counts"}
