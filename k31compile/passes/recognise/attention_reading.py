@@ -25,7 +25,7 @@ from k31compile.graph.sizes import (
 )
 from k31compile.passes.recognise.attention_anchor import Attention
 from k31compile.passes.recognise.attention_forms import Form
-from k31compile.passes.recognise.attention_samples import Producer, each_once, index_rows
+from k31compile.passes.recognise.attention_samples import Producer, each_once, full_rows, index_rows
 from k31compile.passes.recognise.masks import MaskLeaf, sample_mask
 from k31compile.passes.recognise.operands import (
     Dense,
@@ -169,6 +169,8 @@ class AttentionReading(Reading):
         while self._candidates:
             errors = [self._error(*seen, *self._candidates[0]) for seen in reversed(self._seen[self._checked :])]
             if max(errors) < TOLERANCE and not self._is_too_thin():
+                if len(self._seen) == self.samples():
+                    self._require_every_slot()
                 self._checked = len(self._seen)
                 self.learned = dict(zip(("visibility", "scale"), self._candidates[0], strict=True))
                 return max(errors)
@@ -214,8 +216,7 @@ class AttentionReading(Reading):
         return bool(nothing.all())
 
     def _visible(self, sample: Mapping[fx.Node, torch.Tensor], visibility: Visibility) -> torch.Tensor:
-        b, t, s = (self._letters[x] for x in "bts")
-        return visibility.seen(sample, (b, t, s))
+        return visibility.seen(sample, self._bts())
 
     def _require_refusal_of_marks(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
         """Given indices may hold -1: where the author does not leave it out, running into an error is all he may do."""
@@ -225,6 +226,25 @@ class AttentionReading(Reading):
         except (RuntimeError, IndexError):
             return
         raise Mismatch("an index of -1 would read the last key instead of none: clamp it and mask its slot")
+
+    def _require_every_slot(self) -> None:
+        """Each chosen key counts: of few rows a slot that the author leaves out may never have held a key."""
+        sample = self._seen[0][0]
+        if self.producer.visible(sample, self._bts(), self._sizes, torch.Generator()) is not None:
+            return
+        queries = {query.leaf: torch.zeros_like(sample[query.leaf]) for query in self.form.queries}
+        rows = full_rows(self._visible(sample, self._candidates[0][0]), self._letters["k"])
+        for indices in (rows, rows.flip(-1)):
+            restored = self.index_layout.restore(indices, value_of(self.found.indices).dim())
+            marked = {self.found.indices: restored.to(sample[self.found.indices].dtype).contiguous()}
+            full = {**sample, **queries, **marked}
+            got = self.output_layout.canonical(run_in_float64(self.region, full, self._sizes)[0]).to(torch.float64)
+            if self._error(full, got, *self._candidates[0]) >= TOLERANCE:
+                raise Mismatch("it is not a softmax over all of the selected keys")
+
+    def _bts(self) -> tuple[int, int, int]:
+        b, t, s = (self._letters[x] for x in "bts")
+        return b, t, s
 
     def _drop_equal_candidates(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
         """Drop the first candidate; on the first sample also those that say the same of every row."""
