@@ -145,6 +145,22 @@ def lightning_indexer(made, *, marked=False):
     return {"chosen": torch.tensor(rows).view(*made["pos"].shape, BEST_KEYS)}
 
 
+def sparse_flash_attention(made, *, scale, rope=False, own_heads=False):
+    """A softmax over the chosen keys that a row sees, head by head (K3.1 spec 2.7 and 2.9)."""
+    q, keys, values = made["q_latent"], made["cache"], made["cache"]
+    out = torch.zeros(*q.shape[:-1], (made["head_values"] if own_heads else values).shape[-1], dtype=q.dtype)
+    for b, t, h in torch.cartesian_prod(*map(torch.arange, q.shape[:-1])).tolist():
+        if own_heads:
+            keys, values = made["head_keys"][:, :, h], made["head_values"][:, :, h]
+        places = [place for place in made["chosen"][b, t].tolist() if place <= int(made["pos"][b, t])]
+        logits = keys[b, places] @ q[b, t, h]
+        if rope:
+            logits = logits + made["rope_cache"][b, places] @ made["q_rope"][b, t, h]
+        parts = (scale * logits).exp()
+        out[b, t, h] = parts / parts.sum() @ values[b, places]
+    return {"out": out}
+
+
 def mega_kda(made, *, gate="bounded"):
     """Short conv, unit keys and queries, gates, delta rule, gated norm, one after the other (K3.1 spec 2.3 to 2.6)."""
     conv = short_conv(made)
@@ -165,6 +181,7 @@ DEFINITIONS = {
     "grouped_experts": grouped_experts,
     "mega_kda": mega_kda,
     "lightning_indexer": lightning_indexer,
+    "sparse_flash_attention": sparse_flash_attention,
 }
 
 

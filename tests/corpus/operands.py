@@ -12,6 +12,7 @@ EXPERTS, GROUPS, KEPT, CHOSEN = 20, 4, 3, 6
 # Grouped products want rows of a multiple of 16 bytes.
 LATENT, INNER, ROUTED, PICKED = 24, 8, 12, 3
 KEYS, INDEX_HEADS, INDEX_WIDTH, BEST_KEYS, PAGE = 36, 3, 10, 5, 4
+ATTENDING, CACHED, TURNED, ANSWER = 8, 14, 6, 9
 EPS, LOWER_BOUND, FACTOR = 1e-5, -5.0, 2.5
 LOG2E = 1.4426950408889634
 
@@ -216,6 +217,32 @@ def lightning_indexer(draw, t):
     }
 
 
+def sparse_flash_attention(draw, t):
+    """An indexer's operands and what it chooses; queries, and caches of latents and of turned parts, or of each head.
+
+    The first batch row begins its cache, so that some tokens see fewer keys than are chosen.
+    """
+    index = {f"index_{name}": x for name, x in lightning_indexer(draw, t).items()}
+    pos = index["index_pos"]
+    pos[0] = torch.arange(t)
+    dots = torch.einsum("bthd,bsd->bths", index["index_q"], index["index_k"]).relu()
+    scores = (dots * index["index_w"].unsqueeze(-1)).sum(2).masked_fill(torch.arange(KEYS) > pos[..., None], -torch.inf)
+    cache, turned = draw.normal(B, KEYS, CACHED), draw.normal(B, KEYS, TURNED)
+    latent, rope = draw.normal(B, t, ATTENDING, CACHED), draw.normal(B, t, ATTENDING, TURNED)
+    return index | {
+        "pos": pos,
+        "chosen": scores.sort(dim=-1, descending=True, stable=True).indices[..., :BEST_KEYS].contiguous(),
+        "q_latent": latent,
+        "q_rope": rope,
+        "q_joint": torch.cat([latent, rope], -1),
+        "cache": cache,
+        "rope_cache": turned,
+        "joint_cache": torch.cat([cache, turned], -1),
+        "head_keys": draw.normal(B, KEYS, ATTENDING, CACHED),
+        "head_values": draw.normal(B, KEYS, ATTENDING, ANSWER),
+    }
+
+
 def mega_kda(draw, t):
     """All that a KDA layer hands to its core: the packed stream, both states, raw gates, the output gate and norm."""
     conv, norm = short_conv(draw, t), gated_rms_norm(draw, t)
@@ -232,4 +259,5 @@ MAKERS = {
     "grouped_experts": grouped_experts,
     "mega_kda": mega_kda,
     "lightning_indexer": lightning_indexer,
+    "sparse_flash_attention": sparse_flash_attention,
 }

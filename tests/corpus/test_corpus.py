@@ -12,8 +12,11 @@ from catalogue import NEAR_MISSES, SPELLINGS
 from definitions import DEFINITIONS
 from judging import difference, expect, run
 from operands import (
+    ANSWER,
+    ATTENDING,
     BEST_KEYS,
     BLOCKS,
+    CACHED,
     CHANNELS,
     CHOSEN,
     EXPERTS,
@@ -30,6 +33,7 @@ from operands import (
     ROUTED,
     SLOTS,
     TAPS,
+    TURNED,
     B,
     H,
     K,
@@ -49,7 +53,7 @@ SINGLE, HALF = 2e-5, 2e-2
 
 
 # Written-out programs of these are in tests/recognition, for they are judged by what they choose.
-DRAWN_ONLY = {"lightning_indexer"}
+DRAWN_ONLY = {"lightning_indexer", "sparse_flash_attention"}
 
 
 def at_lengths(table):
@@ -226,6 +230,7 @@ SIZES = {
     "grouped_experts": (LATENT, INNER, 2 * INNER, ROUTED, PICKED),
     "mega_kda": (*KDA, *CONV[1:-1]),
     "lightning_indexer": (B, KEYS, INDEX_HEADS, INDEX_WIDTH, BEST_KEYS, PAGE),
+    "sparse_flash_attention": (B, KEYS, BEST_KEYS, ATTENDING, CACHED, TURNED, CACHED + TURNED, ANSWER),
 }
 
 

@@ -19,6 +19,8 @@ from k31compile.options import Options
 from k31compile.passes.pipeline import run_pipeline
 
 BOUND = 2e-5
+BESIDE = {"sparse_flash_attention": {"k31.lightning_indexer"}}
+"""What may be rightly fused in front of a near miss."""
 
 
 def rewritten(program, fuse="all"):
@@ -69,7 +71,7 @@ def hold_spelling(program, fuse="all"):
 
 
 def hold_near_miss(program, fuse="all"):
-    """The author's numbers stay; the operator appears only where other operands make it right."""
+    """The author's numbers stay; an operator appears only where other operands make it right."""
     found, error = rewritten(program, fuse)
     assert error < BOUND, program.peculiar
-    assert not (found[f"k31.{program.operator}"] and program.excluded), program.peculiar
+    assert not (found.keys() - BESIDE.get(program.operator, set()) and program.excluded), program.peculiar

@@ -9,9 +9,13 @@ from hypothesis import HealthCheck, given, settings
 sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))
 
 import generate
+import generate_attentions
 import generate_chunks
+import generate_convs
+import generate_depths
 import generate_experts
 import generate_indexers
+import generate_norms
 import generate_routers
 from drawn_programs import hold_near_miss, hold_spelling
 
@@ -20,9 +24,13 @@ DELTA = ("kda_recurrent", "kda_chunk", "gated_delta_recurrent", "gated_delta_chu
 FORMS = {
     generate: (DELTA, 40, 500),
     generate_chunks: (DELTA, 6, 120),
-    generate_routers: ("all", 8, 500),
-    generate_experts: ("all", 4, 120),
-    generate_indexers: ("all", 8, 500),
+    generate_routers: ("all", 20, 500),
+    generate_experts: ("all", 5, 120),
+    generate_indexers: ("all", 12, 120),
+    generate_depths: ("all", 10, 120),
+    generate_convs: ("all", 10, 120),
+    generate_norms: ("all", 20, 500),
+    generate_attentions: ("all", 10, 120),
 }
 QUIET = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
