@@ -102,6 +102,7 @@ MARKS = {
     "no": lambda values, places, seen: places,
     "by value": lambda values, places, seen: places.masked_fill(values == -torch.inf, -1),
     "by isinf": lambda values, places, seen: torch.where(torch.isinf(values), -1, places),
+    "by place": lambda values, places, seen: places.masked_fill(places >= seen.unsqueeze(-1), -1),
     "by length": lambda values, places, seen: torch.where(torch.arange(BEST_KEYS) >= seen.unsqueeze(-1), -1, places),
 }
 

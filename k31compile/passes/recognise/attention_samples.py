@@ -145,6 +145,12 @@ def full_rows(seen: torch.Tensor, count: int) -> torch.Tensor:
     return _pad(torch.where(seen, rank, rank + 1).argsort(-1)[..., :count], count)
 
 
+def edge_rows(seen: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices [B, T, K] of the keys nearest to where `seen` [B, T, S], a prefix, ends, on both sides."""
+    far = (torch.arange(seen.shape[-1]) + 0.5 - seen.sum(-1, keepdim=True)).abs()
+    return _pad(far.argsort(-1)[..., :count], count)
+
+
 def each_once(indices: torch.Tensor) -> torch.Tensor:
     """Indices [B, T, K] in which a key named again is -1."""
     ordered = indices.sort(-1).values
