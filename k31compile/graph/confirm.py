@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from k31compile.errors import OperatorError
 from k31compile.graph.evaluate import run_in_float64
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, shape_under, value_of
@@ -216,7 +217,7 @@ def confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
             worst = max(worst, reading.judge(sample, outputs))
         except Mismatch as mismatch:
             raise Mismatch(str(mismatch.args[0]), trial) from None
-        except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError, OperatorError) as error:
             what = f"{type(error).__name__}: {first_line(error)}"
             raise Mismatch(f"it cannot be run on samples: {what}", trial) from error
     return Confirmation(reading.name, samples, reading.sizes(), TOLERANCE, worst)

@@ -70,3 +70,13 @@ def layouts(shape: Sequence[int], letters: str, known: Mapping[str, int]) -> Ite
         return (sum(d is None for d in layout.dims), swaps)
 
     yield from sorted((Layout(letters, dims) for dims in assign(0, ())), key=disorder)
+
+
+def distinct_layouts(shape: Sequence[int], letters: str, known: Mapping[str, int]) -> Iterator[Layout]:
+    """Those of `layouts` that give different views: which dimension of size one is which letter makes no difference."""
+    seen: set[tuple[int | None, ...]] = set()
+    for layout in layouts(shape, letters, known):
+        wide = tuple(None if dim is None or shape[dim] == 1 else dim for dim in layout.dims)
+        if wide not in seen:
+            seen.add(wide)
+            yield layout

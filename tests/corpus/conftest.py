@@ -1,6 +1,17 @@
-"""The files of the corpus by their short names."""
+"""The files of the corpus by their short names; one thread, for several on small tensors wait for each other."""
 
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

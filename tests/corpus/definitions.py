@@ -5,7 +5,7 @@ or which of the operator's variants it is.
 """
 
 import torch
-from operands import CHOSEN, EPS, FACTOR, GROUPS, KEPT, LOWER_BOUND, TAPS, H, K, V
+from operands import BEST_KEYS, CHOSEN, EPS, FACTOR, GROUPS, KEPT, LOWER_BOUND, TAPS, H, K, V
 from torch import Tensor
 
 
@@ -129,6 +129,38 @@ def activate(g, u, activation, beta, linear_beta):
     return beta * torch.tanh(g / beta) / (1 + (-g).exp()) * straight
 
 
+def lightning_indexer(made, *, marked=False):
+    """The places of the best keys that each row sees, the best first (K3.1 spec 2.8).
+
+    Where a row sees fewer: the first of the others, or -1 where `marked`.
+    """
+    rows = []
+    for b, t in torch.cartesian_prod(*map(torch.arange, made["pos"].shape)).tolist():
+        dots = made["k"][b] @ made["q"][b, t].mT
+        score = (dots.clamp(min=0) * made["w"][b, t]).sum(-1).tolist()
+        seen = int(made["pos"][b, t]) + 1
+        best = sorted(range(seen), key=lambda place: -score[place])[:BEST_KEYS]
+        rest = [-1 if marked else place for place in range(seen, seen + BEST_KEYS - len(best))]
+        rows.append(best + rest)
+    return {"chosen": torch.tensor(rows).view(*made["pos"].shape, BEST_KEYS)}
+
+
+def sparse_flash_attention(made, *, scale, rope=False, own_heads=False):
+    """A softmax over the chosen keys that a row sees, head by head (K3.1 spec 2.7 and 2.9)."""
+    q, keys, values = made["q_latent"], made["cache"], made["cache"]
+    out = torch.zeros(*q.shape[:-1], (made["head_values"] if own_heads else values).shape[-1], dtype=q.dtype)
+    for b, t, h in torch.cartesian_prod(*map(torch.arange, q.shape[:-1])).tolist():
+        if own_heads:
+            keys, values = made["head_keys"][:, :, h], made["head_values"][:, :, h]
+        places = [place for place in made["chosen"][b, t].tolist() if place <= int(made["pos"][b, t])]
+        logits = keys[b, places] @ q[b, t, h]
+        if rope:
+            logits = logits + made["rope_cache"][b, places] @ made["q_rope"][b, t, h]
+        parts = (scale * logits).exp()
+        out[b, t, h] = parts / parts.sum() @ values[b, places]
+    return {"out": out}
+
+
 def mega_kda(made, *, gate="bounded"):
     """Short conv, unit keys and queries, gates, delta rule, gated norm, one after the other (K3.1 spec 2.3 to 2.6)."""
     conv = short_conv(made)
@@ -148,6 +180,8 @@ DEFINITIONS = {
     "moe_gating_top_k": moe_gating_top_k,
     "grouped_experts": grouped_experts,
     "mega_kda": mega_kda,
+    "lightning_indexer": lightning_indexer,
+    "sparse_flash_attention": sparse_flash_attention,
 }
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
+from drawing import record, strategies
 from operands import LOG2E, LOWER_BOUND, K
-from records import NearMiss, Spelling
 
 # Names of operands, what is made of them before the loop, what is made of one token's row inside it.
 DECAYS = {
@@ -172,36 +171,21 @@ def compose(choice, lie=None):
             o = o / K**0.5
         return o, before if lie == "returns the state before" else s
 
-    drawn.__doc__ = describe(choice, lie)
-    return record(drawn, choice, names, lie)
+    return record(drawn, "kda_recurrent", choice, facts_of(choice, names), lie, LIES)
 
 
-def describe(choice, lie):
-    """The choices in one line, the lie last."""
-    said = ", ".join(f"{key}: {value}" for key, value in choice.items())
-    return f"{said}; the lie: {lie}." if lie else f"{said}."
-
-
-def record(drawn, choice, gate_names, lie):
-    """The entry of a drawn function, as a file of the corpus would have registered it."""
+def facts_of(choice, gate_names):
+    """How to call the drawn function and how to judge it."""
     layout = "_bhtd" if choice["layout"] == "bhtd" else ""
     state = "_vk" if choice["state"] == "vk" else ""
     gate = choice["decay"] if choice["decay"] in ("bounded", "softplus") else "given"
     laid_out = [f"{name}{layout}" for name in ("q", "k", "v", "beta")]
-    facts = {
+    return {
         "arguments": (*laid_out, f"s0{state}", f"{gate_names[0]}{layout}", *gate_names[1:]),
         "results": (f"o{layout}", f"state{state}"),
         "phase": "unrolled",
-        "lengths": (choice["length"],),
         "options": {"gate": gate, "scaled": choice["scale"] != "none"},
     }
-    if lie is None:
-        return Spelling(drawn, "kda_recurrent", counts={"kda_recurrent": 1}, **facts)
-    served_by, right = LIES[lie]
-    by_layout = {"o": f"o{layout}", "state": f"state{state}"}
-    return NearMiss(drawn, "kda_recurrent", served_by=served_by, right=tuple(by_layout[x] for x in right), **facts)
 
 
-choices = st.fixed_dictionaries({axis: st.sampled_from(options) for axis, options in AXES.items()})
-spellings = choices.map(compose)
-near_misses = st.builds(compose, choices, st.sampled_from(tuple(LIES)))
+spellings, near_misses = strategies(compose, AXES, LIES)

@@ -5,10 +5,9 @@
 
 import torch
 import torch.nn.functional as F
-from generate import describe, gather
-from hypothesis import strategies as st
+from drawing import record, strategies
+from generate import gather
 from operands import LOG2E, K
-from records import NearMiss, Spelling
 
 
 def pairs_on_five_axes(left, k, g, power):
@@ -166,30 +165,19 @@ def compose(choice, lie=None):
         s = s.transpose(-1, -2) if choice["state"] == "vk" else s
         return (o, s) if choice["final"] else o
 
-    drawn.__doc__ = describe(choice, lie)
-    return record(drawn, choice, lie)
+    return record(drawn, "kda_chunk", choice, facts_of(choice), lie, LIES)
 
 
-def record(drawn, choice, lie):
-    """The entry of a drawn function, as a file of the corpus would have registered it."""
+def facts_of(choice):
+    """How to call the drawn function and how to judge it."""
     layout = "_bhtd" if choice["layout"] == "bhtd" else ""
     state = "_vk" if choice["state"] == "vk" else ""
     start = (f"s0{state}",) if choice["start"] else ()
-    facts = {
+    return {
         "arguments": (*(f"{name}{layout}" for name in ("q", "k", "v", "beta", "g")), *start),
         "results": (f"o{layout}", f"state{state}")[: 1 + choice["final"]],
-        "phase": "prefill",
-        "lengths": (choice["length"],),
         "options": {"scaled": choice["scale"] != "none", "start": choice["start"]},
     }
-    if lie is None:
-        return Spelling(drawn, "kda_chunk", counts={"kda_chunk": 1}, **facts)
-    served_by, right = LIES[lie]
-    names = {"o": f"o{layout}", "state": f"state{state}"}
-    right = tuple(names[x] for x in right if names[x] in facts["results"])
-    return NearMiss(drawn, "kda_chunk", served_by=served_by, right=right, **facts)
 
 
-choices = st.fixed_dictionaries({axis: st.sampled_from(options) for axis, options in AXES.items()})
-spellings = choices.map(compose)
-near_misses = st.builds(compose, choices, st.sampled_from(tuple(LIES)))
+spellings, near_misses = strategies(compose, AXES, LIES)

@@ -7,6 +7,8 @@ from definitions import DEFINITIONS
 from operands import lay, make, operands, rounded
 from wide import Wide
 
+# A result that may be listed in any order by itself.
+SET = "chosen_any"
 # Results that may be listed in any order: they are compared as one weight for each expert.
 UNORDERED = {"experts", "weights"}
 
@@ -39,6 +41,8 @@ def difference(got, want):
     """The largest difference over all results, each against its own largest value; infinite if a shape differs."""
     if want.keys() >= UNORDERED:
         got, want = as_spread(got), as_spread(want)
+    if SET in want:
+        got, want = (results | {SET: results[SET].sort(-1).values} for results in (got, want))
     return max(_relative(got[name], want[name]) for name in want)
 
 
@@ -52,7 +56,7 @@ def as_spread(results):
 def _relative(got, want):
     if got.shape != want.shape:
         return float("inf")
-    error = (got.double() - want).abs().max() / want.abs().max()
+    error = (got.double() - want).abs().max() / want.abs().max().double().clamp_min(1e-300)
     return float("inf") if error.isnan() else float(error)
 
 

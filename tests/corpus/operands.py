@@ -11,6 +11,8 @@ HIDDEN, BLOCKS, SLOTS = 9, 3, 5
 EXPERTS, GROUPS, KEPT, CHOSEN = 20, 4, 3, 6
 # Grouped products want rows of a multiple of 16 bytes.
 LATENT, INNER, ROUTED, PICKED = 24, 8, 12, 3
+KEYS, INDEX_HEADS, INDEX_WIDTH, BEST_KEYS, PAGE = 36, 3, 10, 5, 4
+ATTENDING, CACHED, TURNED, ANSWER = 8, 14, 6, 9
 EPS, LOWER_BOUND, FACTOR = 1e-5, -5.0, 2.5
 LOG2E = 1.4426950408889634
 
@@ -21,11 +23,14 @@ KEPT_WIDE |= {"query", "res_norm", "next_query", "next_norm", "router", "bias", 
 LAYOUTS = {
     "bhtd": lambda x: x.transpose(1, 2).contiguous(),
     "tbhd": lambda x: x.transpose(0, 1).contiguous(),
+    "sbd": lambda x: x.transpose(0, 1).contiguous(),
+    "bs1d": lambda x: x.unsqueeze(2),
     "bct": lambda x: x.transpose(1, 2).contiguous(),
     "one": lambda x: x[:, 0],
     "flat": lambda x: x.flatten(-2),
     "vk": lambda x: x.mT.contiguous(),
     "io": lambda x: x.mT.contiguous(),
+    "any": lambda x: x,
     "list": lambda x: list(x.unbind(0)),
     "btnd": lambda x: x.movedim(0, 2).contiguous(),
 }
@@ -89,6 +94,17 @@ class _Draw:
     def choice(self, rows, count, few):
         """`few` different numbers below `count` in each of `rows` rows."""
         return torch.rand(rows, count, generator=self.generator).argsort(-1)[:, :few].contiguous()
+
+    def integers(self, low, high, *shape):
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def pages(self, rows, spare=3):
+        """Pages [blocks, PAGE, ..] that hold `rows` [B, S, ..] in any order, the first unused; and their table."""
+        blocks = rows.unflatten(1, (-1, PAGE)).flatten(0, 1)
+        places = 1 + torch.randperm(len(blocks) + spare - 1, generator=self.generator)[: len(blocks)]
+        pages = rows.new_zeros(len(blocks) + spare, *blocks.shape[1:])
+        pages[places] = blocks
+        return pages, places.view(rows.shape[0], -1)
 
 
 def kda(draw, t):
@@ -188,6 +204,49 @@ def grouped_experts(draw, t):
     }
 
 
+def lightning_indexer(draw, t):
+    """Queries and weights [B, T, H, ...] at the end of caches of their own lengths; keys also behind a block table."""
+    start = draw.integers(0, KEYS - t + 1, B)
+    keys = draw.normal(B, KEYS, INDEX_WIDTH)
+    pages, table = draw.pages(keys)
+    return {
+        "q": draw.normal(B, t, INDEX_HEADS, INDEX_WIDTH),
+        "k": keys,
+        "w": draw.normal(B, t, INDEX_HEADS),
+        "pages": pages,
+        "table": table,
+        "pos": start[:, None] + torch.arange(t),
+        "start": start,
+        "lens": start + t,
+    }
+
+
+def sparse_flash_attention(draw, t):
+    """An indexer's operands and what it chooses; queries, and caches of latents and of turned parts, or of each head.
+
+    The first batch row begins its cache, so that some tokens see fewer keys than are chosen.
+    """
+    index = {f"index_{name}": x for name, x in lightning_indexer(draw, t).items()}
+    pos = index["index_pos"]
+    pos[0] = torch.arange(t)
+    dots = torch.einsum("bthd,bsd->bths", index["index_q"], index["index_k"]).relu()
+    scores = (dots * index["index_w"].unsqueeze(-1)).sum(2).masked_fill(torch.arange(KEYS) > pos[..., None], -torch.inf)
+    cache, turned = draw.normal(B, KEYS, CACHED), draw.normal(B, KEYS, TURNED)
+    latent, rope = draw.normal(B, t, ATTENDING, CACHED), draw.normal(B, t, ATTENDING, TURNED)
+    return index | {
+        "pos": pos,
+        "chosen": scores.sort(dim=-1, descending=True, stable=True).indices[..., :BEST_KEYS].contiguous(),
+        "q_latent": latent,
+        "q_rope": rope,
+        "q_joint": torch.cat([latent, rope], -1),
+        "cache": cache,
+        "rope_cache": turned,
+        "joint_cache": torch.cat([cache, turned], -1),
+        "head_keys": draw.normal(B, KEYS, ATTENDING, CACHED),
+        "head_values": draw.normal(B, KEYS, ATTENDING, ANSWER),
+    }
+
+
 def mega_kda(draw, t):
     """All that a KDA layer hands to its core: the packed stream, both states, raw gates, the output gate and norm."""
     conv, norm = short_conv(draw, t), gated_rms_norm(draw, t)
@@ -203,4 +262,6 @@ MAKERS = {
     "moe_gating_top_k": moe_gating_top_k,
     "grouped_experts": grouped_experts,
     "mega_kda": mega_kda,
+    "lightning_indexer": lightning_indexer,
+    "sparse_flash_attention": sparse_flash_attention,
 }

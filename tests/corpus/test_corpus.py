@@ -12,19 +12,28 @@ from catalogue import NEAR_MISSES, SPELLINGS
 from definitions import DEFINITIONS
 from judging import difference, expect, run
 from operands import (
+    ANSWER,
+    ATTENDING,
+    BEST_KEYS,
     BLOCKS,
+    CACHED,
     CHANNELS,
     CHOSEN,
     EXPERTS,
     GROUPS,
     HIDDEN,
+    INDEX_HEADS,
+    INDEX_WIDTH,
     INNER,
     KEPT,
+    KEYS,
     LATENT,
+    PAGE,
     PICKED,
     ROUTED,
     SLOTS,
     TAPS,
+    TURNED,
     B,
     H,
     K,
@@ -41,6 +50,10 @@ from wide import Wide
 SEEDS = (0, 1, 2)
 SAME, OTHER = 1e-10, 1e-3
 SINGLE, HALF = 2e-5, 2e-2
+
+
+# Written-out programs of these are in tests/recognition, for they are judged by what they choose.
+DRAWN_ONLY = {"lightning_indexer", "sparse_flash_attention"}
 
 
 def at_lengths(table):
@@ -136,7 +149,7 @@ def test_there_are_enough_of_each():
         "grouped_experts": 8,
         "mega_kda": 5,
     }
-    assert wanted.keys() == DEFINITIONS.keys()
+    assert wanted.keys() == DEFINITIONS.keys() - DRAWN_ONLY
     spelled = Counter(program.operator for program in SPELLINGS.values())
     missed = Counter(program.operator for program in NEAR_MISSES.values())
     assert all(spelled[operator] >= count for operator, count in wanted.items()), spelled
@@ -216,6 +229,8 @@ SIZES = {
     "moe_gating_top_k": (B, HIDDEN, EXPERTS, GROUPS, EXPERTS // GROUPS, KEPT, CHOSEN),
     "grouped_experts": (LATENT, INNER, 2 * INNER, ROUTED, PICKED),
     "mega_kda": (*KDA, *CONV[1:-1]),
+    "lightning_indexer": (B, KEYS, INDEX_HEADS, INDEX_WIDTH, BEST_KEYS, PAGE),
+    "sparse_flash_attention": (B, KEYS, BEST_KEYS, ATTENDING, CACHED, TURNED, CACHED + TURNED, ANSWER),
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from near_misses import ATTENTIONS, INDEXERS, OTHER_LENGTHS, STRANGERS
+from near_misses import ATTENTIONS, INDEXERS, OTHER_LENGTHS, STRANGERS, gathered, mix
 from running import run
 from torch.testing import assert_close
 
@@ -102,3 +102,60 @@ def test_strangers_are_not_mentioned(name):
     assert not result.refused, result.reasons
     assert not [note for note in result.notes if "undone" in note]
     assert_close(result.got, result.want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("batch", "slot"), [(1, 0), (1, 4), (2, 4)])
+def test_a_slot_of_one_token_that_is_left_out(batch, slot):
+    """Of one token a sample has few rows: in none of them may this slot hold a key that is seen."""
+    generator = torch.Generator().manual_seed(9)
+    q, r = torch.randn(batch, 1, 8, 14, generator=generator), torch.randn(batch, 1, 8, 6, generator=generator)
+    c, kr = torch.randn(batch, 36, 14, generator=generator), torch.randn(batch, 36, 6, generator=generator)
+    listed = torch.rand(batch, 1, 36, generator=generator).argsort(-1)[..., :5].contiguous()
+
+    def attend(q, r, c, kr, listed, pos):
+        chosen = torch.cat([listed[..., :slot], listed[..., slot + 1 :]], -1)
+        hide = (chosen > pos.unsqueeze(-1)) | (chosen < 0)
+        safe = chosen.clamp(min=0)
+        rows, turned = gathered(c, safe), gathered(kr, safe)
+        logits = 0.3 * (torch.einsum("bthd,btkd->bthk", q, rows) + torch.einsum("bthd,btkd->bthk", r, turned))
+        return mix(logits.masked_fill(hide.unsqueeze(2), -torch.inf).softmax(-1), rows)
+
+    pos = torch.full((batch, 1), 35)
+    assert_close(run(attend, q, r, c, kr, listed, pos).got, attend(q, r, c, kr, listed, pos), rtol=0, atol=1e-5)
+
+
+def test_positions_that_look_like_a_block_table_undo_nothing():
+    """A reading of the operands that the operator refuses is no reading, and no reason to leave the graph alone."""
+    generator = torch.Generator().manual_seed(3)
+    q, c = torch.randn(2, 1, 8, 14, generator=generator), torch.randn(2, 36, 14, generator=generator)
+    listed = torch.rand(2, 1, 36, generator=generator).argsort(-1)[..., :5].contiguous()
+
+    def attend(q, c, listed, pos):
+        rows = gathered(c, listed.clamp(min=0))
+        logits = torch.einsum("bthd,btkd->bthk", q, rows) * 0.3
+        hide = (listed > pos.unsqueeze(-1)) | (listed < 0)
+        return mix(logits.masked_fill(hide.unsqueeze(2), -torch.inf).softmax(-1), rows)
+
+    result = run(attend, q, c, listed, torch.tensor([[20], [30]]))
+    assert result.fused == {"sparse_flash_attention": 1}
+    assert not [note for note in result.notes if "undone" in note]
+    assert_close(result.got, result.want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("pos", [3, 34])
+def test_where_the_keys_of_one_token_end(pos, more):
+    """A single position must be neither first nor last in all samples: one key more or less would not show."""
+    generator = torch.Generator().manual_seed(3)
+    q, c = torch.randn(1, 1, 8, 14, generator=generator), torch.randn(1, 36, 14, generator=generator)
+    listed = (pos + torch.tensor([[[0, 1, 2, -2, -1]]])) % 36
+
+    def attend(q, c, listed, pos):
+        rows = gathered(c, listed.clamp(min=0))
+        logits = torch.einsum("bthd,btkd->bthk", q, rows) * 0.3
+        hide = (listed > pos.unsqueeze(-1) + more) | (listed < 0)
+        return mix(logits.masked_fill(hide.unsqueeze(2), -1e30).softmax(-1), rows)
+
+    result = run(attend, q, c, listed, torch.tensor([[pos]]))
+    assert result.fused == {"sparse_flash_attention": 1}
+    assert_close(result.got, result.want, rtol=0, atol=1e-5)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from k31compile.graph.layout import layouts
+from k31compile.graph.layout import distinct_layouts
 from k31compile.graph.sizes import numel_of, shape_of
 from k31compile.passes.recognise.operands import Dense, Paged, Values, is_pool
 
@@ -148,12 +148,12 @@ def forms(
 
 def _queries(chosen: Sequence[fx.Node], letters: Letters) -> Iterator[tuple[Dense, ...]]:
     known = {x: letters[x] for x in "bt"}
-    for first in layouts(shape_of(chosen[0]), "bthd", known):
+    for first in distinct_layouts(shape_of(chosen[0]), "bthd", known):
         query = Dense(chosen[0], first)
         if len(chosen) == 1:
             yield (query,)
             continue
-        for second in layouts(shape_of(chosen[1]), "bthd", {**known, "h": query.size("h")}):
+        for second in distinct_layouts(shape_of(chosen[1]), "bthd", {**known, "h": query.size("h")}):
             yield query, Dense(chosen[1], second)
 
 
@@ -181,10 +181,10 @@ def _caches(leaf: fx.Node, table: fx.Node | None, letters: Letters) -> list[Cach
         paged = [Cache(Paged(leaf, table))] if is_pool(leaf) else []
         return [cache for cache in paged if letters.get("s") in (None, cache.operand.size("s"))]
     known = {letter: letters[letter] for letter in "bs" if letter in letters}
-    found = [Cache(Dense(leaf, layout)) for layout in layouts(shape_of(leaf), "bsd", known)]
+    found = [Cache(Dense(leaf, layout)) for layout in distinct_layouts(shape_of(leaf), "bsd", known)]
     by_head = {**known, "h": letters["h"]}
     if letters["h"] > 1:
-        found += [Cache(Dense(leaf, layout)) for layout in layouts(shape_of(leaf), "bshd", by_head)]
+        found += [Cache(Dense(leaf, layout)) for layout in distinct_layouts(shape_of(leaf), "bshd", by_head)]
     return found
 
 

@@ -25,7 +25,7 @@ from k31compile.graph.sizes import (
 )
 from k31compile.passes.recognise.attention_anchor import Attention
 from k31compile.passes.recognise.attention_forms import Form
-from k31compile.passes.recognise.attention_samples import Producer, each_once, index_rows
+from k31compile.passes.recognise.attention_samples import Producer, each_once, edge_rows, full_rows, index_rows
 from k31compile.passes.recognise.masks import MaskLeaf, sample_mask
 from k31compile.passes.recognise.operands import (
     Dense,
@@ -35,6 +35,7 @@ from k31compile.passes.recognise.operands import (
 )
 from k31compile.passes.recognise.visibility import Visibility, hypotheses, masked_hypotheses, sample_counts
 
+_MOST_EDGES = 8
 _TIMES = {ATEN.mul.Tensor, ATEN.mul.Scalar}
 _FACTORS = {*_TIMES, ATEN.div.Tensor, ATEN.div.Scalar}
 
@@ -168,7 +169,7 @@ class AttentionReading(Reading):
             self._candidates = list(itertools.product(self._visibilities(sample), self._scales()))
         while self._candidates:
             errors = [self._error(*seen, *self._candidates[0]) for seen in reversed(self._seen[self._checked :])]
-            if max(errors) < TOLERANCE and not self._is_too_thin():
+            if max(errors) < TOLERANCE and not self._is_too_thin() and self._holds_at_edges():
                 self._checked = len(self._seen)
                 self.learned = dict(zip(("visibility", "scale"), self._candidates[0], strict=True))
                 return max(errors)
@@ -214,8 +215,7 @@ class AttentionReading(Reading):
         return bool(nothing.all())
 
     def _visible(self, sample: Mapping[fx.Node, torch.Tensor], visibility: Visibility) -> torch.Tensor:
-        b, t, s = (self._letters[x] for x in "bts")
-        return visibility.seen(sample, (b, t, s))
+        return visibility.seen(sample, self._bts())
 
     def _require_refusal_of_marks(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
         """Given indices may hold -1: where the author does not leave it out, running into an error is all he may do."""
@@ -225,6 +225,34 @@ class AttentionReading(Reading):
         except (RuntimeError, IndexError):
             return
         raise Mismatch("an index of -1 would read the last key instead of none: clamp it and mask its slot")
+
+    def _holds_at_edges(self) -> bool:
+        """Whether, after the last sample, each slot counts and each row ends where it is said to.
+
+        Of few rows a slot may never have held a key that is seen, and no index may have met the end of what is seen.
+        """
+        first = self._seen[0][0]
+        is_known = self.producer.visible(first, self._bts(), self._sizes, torch.Generator()) is not None
+        if len(self._seen) < self.samples() or is_known:
+            return True
+        count = self._letters["k"]
+        full = full_rows(self._visible(first, self._candidates[0][0]), count)
+        edges = [(sample, self._visible(sample, self._candidates[0][0])) for sample, _ in self._seen[1:_MOST_EDGES]]
+        rows = [(first, full), (first, full.flip(-1)), *((sample, edge_rows(seen, count)) for sample, seen in edges)]
+        return all(self._holds_on(sample, indices) for sample, indices in rows)
+
+    def _holds_on(self, sample: Mapping[fx.Node, torch.Tensor], indices: torch.Tensor) -> bool:
+        """Whether the first candidate gives the region's results for these indices [B, T, K], all keys alike."""
+        queries = {query.leaf: torch.zeros_like(sample[query.leaf]) for query in self.form.queries}
+        restored = self.index_layout.restore(indices, value_of(self.found.indices).dim())
+        named = {self.found.indices: restored.to(sample[self.found.indices].dtype).contiguous()}
+        values = {**sample, **queries, **named}
+        got = self.output_layout.canonical(run_in_float64(self.region, values, self._sizes)[0]).to(torch.float64)
+        return self._error(values, got, *self._candidates[0]) < TOLERANCE
+
+    def _bts(self) -> tuple[int, int, int]:
+        b, t, s = (self._letters[x] for x in "bts")
+        return b, t, s
 
     def _drop_equal_candidates(self, sample: Mapping[fx.Node, torch.Tensor]) -> None:
         """Drop the first candidate; on the first sample also those that say the same of every row."""

@@ -139,6 +139,18 @@ def index_rows(
     return rows.masked_fill(slot >= seen, -1) if producer.marks_empty else rows
 
 
+def full_rows(seen: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices [B, T, K] without a mark where there are enough keys: those that `seen` [B, T, S] shows, then others."""
+    rank = torch.rand(seen.shape, generator=torch.Generator().manual_seed(count))
+    return _pad(torch.where(seen, rank, rank + 1).argsort(-1)[..., :count], count)
+
+
+def edge_rows(seen: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices [B, T, K] of the keys nearest to where `seen` [B, T, S], a prefix, ends, on both sides."""
+    far = (torch.arange(seen.shape[-1]) + 0.5 - seen.sum(-1, keepdim=True)).abs()
+    return _pad(far.argsort(-1)[..., :count], count)
+
+
 def each_once(indices: torch.Tensor) -> torch.Tensor:
     """Indices [B, T, K] in which a key named again is -1."""
     ordered = indices.sort(-1).values

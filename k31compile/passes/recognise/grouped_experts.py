@@ -204,7 +204,10 @@ def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collect
         if node is anchor:
             return True
         plain = is_float(node) and shape_of(node) in (shape_of(anchor), (rows, width)) and node not in inside
-        return plain and not any(behind_views_and_casts(source) in stacks for source in flow.inputs[node])
+        return plain and not made_with_a_stack(behind_views_and_casts(node))
+
+    def made_with_a_stack(product: fx.Node) -> bool:
+        return any(behind_views_and_casts(source) in stacks for source in flow.inputs[product])
 
     return [(stack,) for stack in flow.in_order(flow.ancestors([out], stop=is_row) & stacks)]
 

@@ -64,13 +64,15 @@ class LightningIndexerRecogniser(Recogniser):
 
     def _plain_demands(self, flow: Dataflow, selection: Selection) -> Iterator[Demand]:
         weights = weight_operands(flow)
+        # What marks empty slots may read positions by another way than what hides keys does.
+        marks = flow.between([selection.anchor], [selection.final]) | {selection.anchor, selection.final}
         for depth in (1, 2, 3):
             dots = contractions_at_depth(flow, selection.scores, depth)
             # What has a weight is a projection of q, k or w: it makes an operand and is never inside.
             dots = {node for node in dots if not weights.intersection(operands(node))}
             if not dots:
                 return
-            core = flow.between(dots, [selection.scores]) | {selection.scores}
+            core = flow.between(dots, [selection.scores]) | {selection.scores} | marks
             for heads, width in _heads_and_widths(dots, selection):
                 roles = list(self._roles(selection, heads, width))
                 eligible = functools.cache(functools.partial(_may_be_leaf, selection, weights, roles))

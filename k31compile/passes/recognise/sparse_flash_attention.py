@@ -12,7 +12,7 @@ from torch import fx
 
 from k31compile.graph.confirm import Mismatch, Reading
 from k31compile.graph.dataflow import Dataflow
-from k31compile.graph.layout import Layout, layouts
+from k31compile.graph.layout import Layout, distinct_layouts, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import (
     is_float,
@@ -139,7 +139,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
                 floats = [leaf for leaf in floats if mask is None or leaf is not mask.leaf]
                 for form in forms(floats, weights, table, letters):
                     known = {"b": letters["b"], "t": letters["t"], "h": form.queries[0].size("h")}
-                    for output in layouts(shape_of(found.output), "bthv", known):
+                    for output in distinct_layouts(shape_of(found.output), "bthv", known):
                         for producer in producers_of(flow, found.indices, region):
                             yield AttentionReading(region, found, form, layout, output, counts, producer, mask)
 

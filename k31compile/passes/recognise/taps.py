@@ -62,16 +62,18 @@ def shifted(flow: Dataflow, taps: Taps) -> tuple[set[fx.Node], list[fx.Node]]:
         node = row
         for _ in range(_MOST_STEPS):
             is_copy = node.target is ATEN.copy.default
-            if node.target not in _SHIFTS and not is_view(node) and node.target not in CASTS and not is_copy:
+            stacked = _stacked_slices(node)
+            moves = node.target in _SHIFTS or is_view(node) or node.target in CASTS or is_copy or stacked
+            if not moves:
                 break
-            way.append(node)
+            way += [node, *stacked]
             if node.target in _JOINS:
                 windows[node] = None
                 break
             if node.target in _WRITES:
                 windows[node] = None
             # A cache written in place is first copied from what it was made of: rolled, or shifted by one.
-            source = node.args[1 if is_copy else 0]
+            source = stacked[0].args[0] if stacked else node.args[1 if is_copy else 0]
             if not isinstance(source, fx.Node):
                 break
             node = source
@@ -79,6 +81,16 @@ def shifted(flow: Dataflow, taps: Taps) -> tuple[set[fx.Node], list[fx.Node]]:
             way.pop()
         inside.update(way)
     return inside, list(windows)
+
+
+def _stacked_slices(node: fx.Node) -> list[fx.Node]:
+    """The slices of one window that are stacked beside each other, one for each tap."""
+    parts = node.args[0] if node.target is ATEN.stack.default else None
+    if not isinstance(parts, list | tuple):
+        return []
+    slices = [part for part in parts if isinstance(part, fx.Node) and part.target is ATEN.slice.Tensor]
+    has_one_window = len({part.args[0] for part in slices}) == 1
+    return slices if has_one_window and len(slices) == len(parts) else []
 
 
 def is_padded_in_front(taps: Taps) -> bool:

@@ -15,6 +15,8 @@ from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.sizes import shape_of
 from k31compile.passes.recognise.masks import MaskLeaf
 
+_FORCED = 3
+
 ByLeaf = Mapping[fx.Node, torch.Tensor]
 
 
@@ -190,7 +192,8 @@ def sample_counts(
         flat = value.view(-1)
         if trial == 0:
             flat.fill_(room)
-        elif flat.numel():
+        elif flat.numel() > 1 or (flat.numel() and trial < _FORCED):
+            # A single number is forced in two samples only, or it would never be anything but first or last.
             flat[0 if trial % 2 else -1] = 0 if trial % 2 else most
         sample[leaf] = value.to(leaf.meta["val"].dtype)
     return sample
