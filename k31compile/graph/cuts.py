@@ -37,13 +37,26 @@ def find_leaves(
     eligible: Eligible,
     kept: Collection[fx.Node] = (),
     capacity: Callable[[fx.Node], int] = nbytes_of,
+    given: Collection[fx.Node] = (),
 ) -> tuple[fx.Node, ...] | Leak:
     """The leaves above `core`; `kept` nodes are leaves wherever they stand (an anchor, an earlier operator's output).
 
     Leaves do not depend on each other: one that does is pushed inside and the cut repeated, the last finite cut kept.
+    What is `given` is a leaf where the core reads it, and no reason to cut there what else is made of it.
     """
-    inside = set(core)
-    found = _nearest_cut(flow, inside, eligible, kept, capacity)
+    found = _found_leaves(flow, set(core), eligible, kept, capacity, given)
+    return found if isinstance(found, Leak) else tuple(flow.in_order({*found, *given}))
+
+
+def _found_leaves(
+    flow: Dataflow,
+    inside: set[fx.Node],
+    eligible: Eligible,
+    kept: Collection[fx.Node],
+    capacity: Callable[[fx.Node], int],
+    given: Collection[fx.Node],
+) -> tuple[fx.Node, ...] | Leak:
+    found = _nearest_cut(flow, inside, eligible, kept, capacity, given)
     for _ in range(4):
         if isinstance(found, Leak):
             return found
@@ -51,7 +64,7 @@ def find_leaves(
         if not dependent:
             return found
         inside |= dependent
-        repeated = _nearest_cut(flow, inside, eligible, kept, capacity)
+        repeated = _nearest_cut(flow, inside, eligible, kept, capacity, given)
         if isinstance(repeated, Leak):
             return found
         found = repeated
@@ -100,19 +113,20 @@ def _nearest_cut(
     eligible: Eligible,
     kept: Collection[fx.Node],
     capacity: Callable[[fx.Node], int],
+    given: Collection[fx.Node],
 ) -> tuple[fx.Node, ...] | Leak:
     for node in inside:
         if node.op == "placeholder" and node not in flow.constants:
             return Leak((node,))
-    window = _window(flow, inside, eligible, kept)
+    read = {source for node in inside for source in flow.inputs[node] if source not in given}
+    window = _window(flow, inside, read, eligible, kept)
     finite = {node for node in window if node in kept or eligible(node)}
     tops = _tops(flow, window, inside, finite)
     graph: nx.DiGraph = nx.DiGraph()
     for node in finite:
         graph.add_edge((node, "in"), (node, "out"), capacity=0 if node in kept else capacity(node))
         graph.add_edges_from((_outlet(top), (node, "in")) for top in tops[node])
-    below = {source for node in inside for source in flow.inputs[node] if source in window}
-    for source in below:
+    for source in read & window:
         reached_from = {source} if source in finite else tops[source]
         graph.add_edges_from((_outlet(top), "sink") for top in reached_from)
     if _SOURCE not in graph or "sink" not in graph:
@@ -121,7 +135,7 @@ def _nearest_cut(
         # networkx gives the minimum cut that lies nearest to the sink; few leaves, so few paths to augment.
         _, (reached, _) = nx.minimum_cut(graph, _SOURCE, "sink", flow_func=shortest_augmenting_path)
     except nx.NetworkXUnbounded:
-        return Leak(_leaking_path(flow, window, inside, finite))
+        return Leak(_leaking_path(flow, window, inside, finite, read))
     return tuple(flow.in_order(n for n in finite if (n, "in") in reached and (n, "out") not in reached))
 
 
@@ -149,14 +163,20 @@ def _tops(
     return tops
 
 
-def _window(flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node]) -> set[fx.Node]:
+def _window(
+    flow: Dataflow,
+    inside: Collection[fx.Node],
+    read: Collection[fx.Node],
+    eligible: Eligible,
+    kept: Collection[fx.Node],
+) -> set[fx.Node]:
     """The nodes above the core, breadth first, up to a few eligible values on every way and a bound on all.
 
     The nearest minimum cut is seldom beyond the second value that could be an operand; what lies further up is the
     rest of the model. The search does not look behind kept leaves.
     """
     passed: dict[fx.Node, int] = {}
-    front = [(s, 0) for node in inside for s in flow.inputs[node]]
+    front = [(source, 0) for source in flow.in_order(read)]
     while front and len(passed) < WINDOW_NODES:
         following: list[tuple[fx.Node, int]] = []
         for node, count in front:
@@ -171,7 +191,11 @@ def _window(flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kep
 
 
 def _leaking_path(
-    flow: Dataflow, window: Collection[fx.Node], inside: Collection[fx.Node], finite: Collection[fx.Node]
+    flow: Dataflow,
+    window: Collection[fx.Node],
+    inside: Collection[fx.Node],
+    finite: Collection[fx.Node],
+    read: Collection[fx.Node],
 ) -> tuple[fx.Node, ...]:
     """A shortest way from outside the window to the core on which nothing may be a leaf."""
     graph: nx.DiGraph = nx.DiGraph()
@@ -181,8 +205,9 @@ def _leaking_path(
             if not sources or any(source not in window and source not in inside for source in sources):
                 graph.add_edge(_SOURCE, node)
             graph.add_edges_from((source, node) for source in sources if source in window and source not in finite)
-    core = flow.in_order(inside)
-    graph.add_edges_from((s, "sink") for n in core for s in flow.inputs[n] if s in window and s not in finite)
+    graph.add_edges_from(
+        (source, "sink") for source in flow.in_order(read) if source in window and source not in finite
+    )
     if _SOURCE not in graph or "sink" not in graph or not nx.has_path(graph, _SOURCE, "sink"):
         return ()
     return tuple(nx.shortest_path(graph, _SOURCE, "sink")[1:-1])
