@@ -12,7 +12,7 @@ from networkx.algorithms.flow import shortest_augmenting_path
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
-from k31compile.graph.sizes import is_integer, nbytes_of, numel_of
+from k31compile.graph.sizes import is_integer, nbytes_of, numel_of, shape_of
 from k31compile.graph.views import is_view, same_size_base
 
 Eligible = Callable[[fx.Node], bool]
@@ -84,7 +84,10 @@ def _dependent(flow: Dataflow, leaves: Iterable[fx.Node], kept: Collection[fx.No
 
 
 def _slices_of_one(flow: Dataflow, leaves: Iterable[fx.Node], eligible: Eligible) -> set[fx.Node]:
-    """Three or more leaves that are slices of one tensor, as an unrolled loop over heads or tokens leaves them."""
+    """Leaves that are slices of one tensor, as an unrolled loop over heads or tokens leaves them.
+
+    Three or more; or the two rows of what may be a leaf as a whole.
+    """
     by_base: dict[fx.Node, list[fx.Node]] = {}
     for leaf in leaves:
         base = _sliced_base(leaf, eligible)
@@ -92,9 +95,23 @@ def _slices_of_one(flow: Dataflow, leaves: Iterable[fx.Node], eligible: Eligible
             by_base.setdefault(base, []).append(leaf)
     inside: set[fx.Node] = set()
     for base, slices in by_base.items():
-        if len(slices) >= 3:
+        if len(slices) >= 3 or (eligible(base) and _are_both_rows(base, slices)):
             inside |= flow.between([base], slices) - {base}
     return inside
+
+
+def _are_both_rows(base: fx.Node, slices: Collection[fx.Node]) -> bool:
+    """Whether the slices are all that a loop over a dimension of size two selects."""
+    found: set[tuple[object, ...]] = set()
+    for node in slices:
+        while node is not base and node.target is not ATEN.select.int:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node = source
+        source = node.args[0] if node is not base else None
+        if isinstance(source, fx.Node) and shape_of(source)[node.args[1]] == 2:  # type: ignore[index]
+            found.add(node.args)
+    return len(slices) == 2 == len(found) and len({row[:2] for row in found}) == 1
 
 
 def _sliced_base(node: fx.Node, eligible: Eligible) -> fx.Node:
