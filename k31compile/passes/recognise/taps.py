@@ -81,6 +81,11 @@ def shifted(flow: Dataflow, taps: Taps) -> tuple[set[fx.Node], list[fx.Node]]:
     return inside, list(windows)
 
 
+def moves_inputs(node: fx.Node) -> bool:
+    """Whether the node moves a window on: joins, rolls, cuts or overwrites a part of it."""
+    return node.target in _SHIFTS
+
+
 def is_padded_in_front(taps: Taps) -> bool:
     """Whether the convolution itself pads by all taps but one, so that its first results see no later input."""
     padding = taps.anchor.args[4] if len(taps.anchor.args) > 4 else taps.anchor.kwargs.get("padding", 0)
