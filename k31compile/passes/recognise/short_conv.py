@@ -38,8 +38,8 @@ class ShortConvRecogniser(Recogniser):
         tokens = unrolled_from(flow, _found(flow), taps)
         if tokens is not None:
             for end in tokens.ends:
-                core = tokens.picked | tokens.moving | flow.between(tokens.starts, [end])
-                yield Demand((end,), frozenset(core), partial(_may_be_leaf, taps, end), capacity=numel_of)
+                whole = tokens.picked | tokens.moving | flow.between(tokens.starts, [end])
+                yield Demand((end,), frozenset(whole), partial(_may_be_leaf, taps, end), capacity=numel_of)
         moving, windows = shifted(flow, taps)
         for end in ends_of(flow, taps):
             eligible = partial(_may_be_leaf, taps, end)
@@ -48,8 +48,8 @@ class ShortConvRecogniser(Recogniser):
             for window in windows:
                 around = inside | flow.between([window], [end])
                 for kept in kept_from(flow, window, around, partial(_may_be_state, taps, end, (taps.count - 1,))):
-                    whole = around | flow.between([window], [kept])
-                    yield Demand((end, kept), frozenset(whole), eligible, capacity=numel_of)
+                    longest = around | flow.between([window], [kept])
+                    yield Demand((end, kept), frozenset(longest), eligible, capacity=numel_of)
             for nodes in (inside, core) if moving else (core,):
                 yield Demand((end,), frozenset(nodes), eligible, capacity=numel_of)
 
