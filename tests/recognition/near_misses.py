@@ -251,37 +251,18 @@ def softmax_over_all_keys(qi, ki, wi, pos, q, c):
     return torch.einsum("bths,bsd->bthd", p * keep, c)
 
 
-def kept_columns(chosen, pos, c, empty, kept):
-    """A bool mask with a column more than there are keys, of which all but one are kept."""
-    length = c.shape[1]
-    chosen = torch.where(chosen < 0, empty, chosen)
-    columns = torch.zeros(*chosen.shape[:2], length + 1, dtype=torch.bool).scatter(-1, chosen, True)
-    return (columns[..., kept] & ~future(pos, length)).unsqueeze(2)
-
-
-@near(ATTENTIONS, "")
-def empty_slots_at_the_first_key(qi, ki, wi, pos, q, c):
-    """-1 in empty slots becomes key 0, which every row sees."""
-    chosen = select(qi, ki, wi, pos)
-    chosen = chosen.masked_fill(chosen > pos.unsqueeze(-1), -1)
-    keep = kept_columns(chosen, pos, c, 0, slice(None, -1))
-    logits = torch.einsum("bthd,bsd->bths", q, c) * 0.3
-    return mix_all(logits.masked_fill(~keep, -INF).softmax(-1), c)
-
-
 @near(ATTENTIONS, "")
 def wrong_column_cut_off(qi, ki, wi, pos, q, c):
     """The first column goes instead of the last: every key is taken for the one before."""
     chosen = select(qi, ki, wi, pos)
     chosen = chosen.masked_fill(chosen > pos.unsqueeze(-1), -1)
-    keep = kept_columns(chosen, pos, c, c.shape[1], slice(1, None))
+    length = c.shape[1]
+    chosen = torch.where(chosen < 0, length, chosen)
+    columns = torch.zeros(*chosen.shape[:2], length + 1, dtype=torch.bool).scatter(-1, chosen, True)
+    keep = (columns[..., 1:] & ~future(pos, length)).unsqueeze(2)
     logits = torch.einsum("bthd,bsd->bths", q, c) * 0.3
     p = logits.masked_fill(~keep, -INF).softmax(-1)
-    return mix_all(torch.where(keep.any(-1, keepdim=True), p, 0.0), c)
-
-
-def mix_all(p, c):
-    return torch.einsum("bths,bsd->bthd", p, c)
+    return torch.einsum("bths,bsd->bthd", torch.where(keep.any(-1, keepdim=True), p, 0.0), c)
 
 
 @near(ATTENTIONS, "future")
