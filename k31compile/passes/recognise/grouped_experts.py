@@ -28,6 +28,7 @@ from k31compile.passes.recognise.expert_matrices import (
     Matrices,
     below_comparisons,
     body_above,
+    comparisons_with,
     has_arithmetic,
     is_elementwise,
     is_single_matrix,
@@ -63,7 +64,7 @@ class GroupedExpertsRecogniser(Recogniser):
         """From the experts to the nearest rows that everything goes through; the weights may depend on the experts."""
         for out in itertools.chain(nearest_exits(flow, anchor), _exits_of_sets(flow, anchor)):
             inside = flow.between([anchor], [out]) - {anchor}
-            if any(str(node.target) == _EXPERTS for node in inside):
+            if _is_served_before(flow, anchor, out):
                 continue
             stacks = _stacks_above(flow, anchor, out, inside)
             if are_projections(stacks):
@@ -198,7 +199,10 @@ def _as_first_written(node: fx.Node) -> fx.Node:
 
 def _exits_of_sets(flow: Dataflow, anchor: fx.Node) -> Iterator[fx.Node]:
     """Where one router serves several sets of matrices: the last row made with each, and the first."""
-    below, nearest = flow.descendants([anchor]), nearest_exits(flow, anchor)
+    nearest = nearest_exits(flow, anchor)
+    if any(_is_set(flow, anchor, out) and not _is_served_before(flow, anchor, out) for out in nearest):
+        return  # there is one set, and it was looked at
+    below = flow.descendants([anchor])
 
     def is_whole(out: fx.Node) -> bool:
         added = [node for node in flow.users[out] if is_addition(node) and shape_of(node) == shape_of(out)]
@@ -222,14 +226,22 @@ def _matrices_above(flow: Dataflow, anchor: fx.Node, out: fx.Node) -> frozenset[
     return frozenset(body_above(flow, anchor, out, inside, starts_of(flow, out, inside))[1])
 
 
+def _is_served_before(flow: Dataflow, anchor: fx.Node, out: fx.Node) -> bool:
+    """Whether experts of ours lie between."""
+    return any(str(node.target) == _EXPERTS for node in flow.between([anchor], [out]))
+
+
 def _is_set(flow: Dataflow, anchor: fx.Node, out: fx.Node) -> bool:
     """Whether the row could be what a whole set of experts gives."""
-    inside = flow.between([anchor], [out]) - {anchor}
-    if any(str(node.target) == _EXPERTS for node in inside):
+    if _is_served_before(flow, anchor, out):
         return True
+    inside = flow.between([anchor], [out]) - {anchor}
     stacks = _stacks_above(flow, anchor, out, inside)
     body, singles = body_above(flow, anchor, out, inside, starts_of(flow, out, inside))
-    return are_projections(stacks) or any(map(are_projections, orders_of(flow, anchor, inside, body, singles)))
+    numbers = set(comparisons_with(anchor, inside).values())
+    orders = orders_of(flow, anchor, inside, body, singles)
+    named = [sources for sources in orders if not numbers or len(sources[0]) == len(numbers)]
+    return are_projections(stacks) or any(map(are_projections, named))
 
 
 def _weights_inside(flow: Dataflow, anchor: fx.Node, inside: Collection[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
