@@ -12,7 +12,7 @@ from networkx.algorithms.flow import shortest_augmenting_path
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
-from k31compile.graph.sizes import is_integer, nbytes_of, numel_of
+from k31compile.graph.sizes import is_integer, nbytes_of, numel_of, shape_of
 from k31compile.graph.views import is_view, same_size_base
 
 Eligible = Callable[[fx.Node], bool]
@@ -37,13 +37,26 @@ def find_leaves(
     eligible: Eligible,
     kept: Collection[fx.Node] = (),
     capacity: Callable[[fx.Node], int] = nbytes_of,
+    given: Collection[fx.Node] = (),
 ) -> tuple[fx.Node, ...] | Leak:
     """The leaves above `core`; `kept` nodes are leaves wherever they stand (an anchor, an earlier operator's output).
 
     Leaves do not depend on each other: one that does is pushed inside and the cut repeated, the last finite cut kept.
+    What is `given` is a leaf where the core reads it, and no reason to cut there what else is made of it.
     """
-    inside = set(core)
-    found = _nearest_cut(flow, inside, eligible, kept, capacity)
+    found = _found_leaves(flow, set(core), eligible, kept, capacity, given)
+    return found if isinstance(found, Leak) else tuple(flow.in_order({*found, *given}))
+
+
+def _found_leaves(
+    flow: Dataflow,
+    inside: set[fx.Node],
+    eligible: Eligible,
+    kept: Collection[fx.Node],
+    capacity: Callable[[fx.Node], int],
+    given: Collection[fx.Node],
+) -> tuple[fx.Node, ...] | Leak:
+    found = _nearest_cut(flow, inside, eligible, kept, capacity, given)
     for _ in range(4):
         if isinstance(found, Leak):
             return found
@@ -51,7 +64,7 @@ def find_leaves(
         if not dependent:
             return found
         inside |= dependent
-        repeated = _nearest_cut(flow, inside, eligible, kept, capacity)
+        repeated = _nearest_cut(flow, inside, eligible, kept, capacity, given)
         if isinstance(repeated, Leak):
             return found
         found = repeated
@@ -71,7 +84,10 @@ def _dependent(flow: Dataflow, leaves: Iterable[fx.Node], kept: Collection[fx.No
 
 
 def _slices_of_one(flow: Dataflow, leaves: Iterable[fx.Node], eligible: Eligible) -> set[fx.Node]:
-    """Three or more leaves that are slices of one tensor, as an unrolled loop over heads or tokens leaves them."""
+    """Leaves that are slices of one tensor, as an unrolled loop over heads or tokens leaves them.
+
+    Three or more; or the two rows of what may be a leaf as a whole.
+    """
     by_base: dict[fx.Node, list[fx.Node]] = {}
     for leaf in leaves:
         base = _sliced_base(leaf, eligible)
@@ -79,9 +95,23 @@ def _slices_of_one(flow: Dataflow, leaves: Iterable[fx.Node], eligible: Eligible
             by_base.setdefault(base, []).append(leaf)
     inside: set[fx.Node] = set()
     for base, slices in by_base.items():
-        if len(slices) >= 3:
+        if len(slices) >= 3 or (eligible(base) and _are_both_rows(base, slices)):
             inside |= flow.between([base], slices) - {base}
     return inside
+
+
+def _are_both_rows(base: fx.Node, slices: Collection[fx.Node]) -> bool:
+    """Whether the slices are all that a loop over a dimension of size two selects."""
+    found: set[tuple[object, ...]] = set()
+    for node in slices:
+        while node is not base and node.target is not ATEN.select.int:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node = source
+        source = node.args[0] if node is not base else None
+        if isinstance(source, fx.Node) and shape_of(source)[node.args[1]] == 2:  # type: ignore[index]
+            found.add(node.args)
+    return len(slices) == 2 == len(found) and len({row[:2] for row in found}) == 1
 
 
 def _sliced_base(node: fx.Node, eligible: Eligible) -> fx.Node:
@@ -100,19 +130,20 @@ def _nearest_cut(
     eligible: Eligible,
     kept: Collection[fx.Node],
     capacity: Callable[[fx.Node], int],
+    given: Collection[fx.Node],
 ) -> tuple[fx.Node, ...] | Leak:
     for node in inside:
         if node.op == "placeholder" and node not in flow.constants:
             return Leak((node,))
-    window = _window(flow, inside, eligible, kept)
+    read = {source for node in inside for source in flow.inputs[node] if source not in given}
+    window = _window(flow, inside, read, eligible, kept)
     finite = {node for node in window if node in kept or eligible(node)}
     tops = _tops(flow, window, inside, finite)
     graph: nx.DiGraph = nx.DiGraph()
     for node in finite:
         graph.add_edge((node, "in"), (node, "out"), capacity=0 if node in kept else capacity(node))
         graph.add_edges_from((_outlet(top), (node, "in")) for top in tops[node])
-    below = {source for node in inside for source in flow.inputs[node] if source in window}
-    for source in below:
+    for source in read & window:
         reached_from = {source} if source in finite else tops[source]
         graph.add_edges_from((_outlet(top), "sink") for top in reached_from)
     if _SOURCE not in graph or "sink" not in graph:
@@ -121,7 +152,7 @@ def _nearest_cut(
         # networkx gives the minimum cut that lies nearest to the sink; few leaves, so few paths to augment.
         _, (reached, _) = nx.minimum_cut(graph, _SOURCE, "sink", flow_func=shortest_augmenting_path)
     except nx.NetworkXUnbounded:
-        return Leak(_leaking_path(flow, window, inside, finite))
+        return Leak(_leaking_path(flow, window, inside, finite, read))
     return tuple(flow.in_order(n for n in finite if (n, "in") in reached and (n, "out") not in reached))
 
 
@@ -149,14 +180,20 @@ def _tops(
     return tops
 
 
-def _window(flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kept: Collection[fx.Node]) -> set[fx.Node]:
+def _window(
+    flow: Dataflow,
+    inside: Collection[fx.Node],
+    read: Collection[fx.Node],
+    eligible: Eligible,
+    kept: Collection[fx.Node],
+) -> set[fx.Node]:
     """The nodes above the core, breadth first, up to a few eligible values on every way and a bound on all.
 
     The nearest minimum cut is seldom beyond the second value that could be an operand; what lies further up is the
     rest of the model. The search does not look behind kept leaves.
     """
     passed: dict[fx.Node, int] = {}
-    front = [(s, 0) for node in inside for s in flow.inputs[node]]
+    front = [(source, 0) for source in flow.in_order(read)]
     while front and len(passed) < WINDOW_NODES:
         following: list[tuple[fx.Node, int]] = []
         for node, count in front:
@@ -171,7 +208,11 @@ def _window(flow: Dataflow, inside: Collection[fx.Node], eligible: Eligible, kep
 
 
 def _leaking_path(
-    flow: Dataflow, window: Collection[fx.Node], inside: Collection[fx.Node], finite: Collection[fx.Node]
+    flow: Dataflow,
+    window: Collection[fx.Node],
+    inside: Collection[fx.Node],
+    finite: Collection[fx.Node],
+    read: Collection[fx.Node],
 ) -> tuple[fx.Node, ...]:
     """A shortest way from outside the window to the core on which nothing may be a leaf."""
     graph: nx.DiGraph = nx.DiGraph()
@@ -181,8 +222,9 @@ def _leaking_path(
             if not sources or any(source not in window and source not in inside for source in sources):
                 graph.add_edge(_SOURCE, node)
             graph.add_edges_from((source, node) for source in sources if source in window and source not in finite)
-    core = flow.in_order(inside)
-    graph.add_edges_from((s, "sink") for n in core for s in flow.inputs[n] if s in window and s not in finite)
+    graph.add_edges_from(
+        (source, "sink") for source in flow.in_order(read) if source in window and source not in finite
+    )
     if _SOURCE not in graph or "sink" not in graph or not nx.has_path(graph, _SOURCE, "sink"):
         return ()
     return tuple(nx.shortest_path(graph, _SOURCE, "sink")[1:-1])

@@ -39,12 +39,9 @@ class CalledExperts(ExpertsReading):
         self.tokens, self.small = math.prod(lead), small
         self.nodes = self._nodes()
         self.result: torch.Tensor | None = None
-        operands = ExpertOperands(
-            self.nodes[roles.rows.x],
-            self.nodes[roles.rows.experts],
-            self.nodes[roles.rows.weights],
-            *(self._projection(part) for part in roles.projections),
-        )
+        gate, up, down = map(self._projection, roles.projections)
+        rows = self.nodes[roles.rows.x], self.nodes[roles.rows.experts], self.nodes[roles.rows.weights]
+        operands = ExpertOperands(*rows, gate, up, down)
         region = Region(tuple(self.nodes.values()), (operands.x,), ())
         super().__init__(region, operands, roles.rows.experts in call.distinct, "")
         self._bounds = bounds_among(call.floats())

@@ -58,7 +58,8 @@ def roles_of(call: SliceCall) -> Iterator[Roles]:
         for width in _widths_of_results(call, sources):
             result = leaf_nodes({"out": 2})["out"]
             result.meta["val"] = torch.empty((1, width), device="meta")
-            for read in assignments([nodes[rows.x], nodes[rows.weights]], nodes[rows.experts], listed, result):
+            given = [nodes[rows.x], nodes[rows.weights]]
+            for read in assignments(given, nodes[rows.experts], listed, result, start=None):
                 if read.x is nodes[rows.x]:
                     parts = (read.gate, read.up, read.down)
                     yield Roles(

@@ -140,6 +140,18 @@ def dummy_column(qi, ki, wi, ql, qr, c, kr, pos):
 
 
 @style("q_latent c pos")
+def empty_slots_at_the_first_key(qi, ki, wi, q, c, pos):
+    """-1 in empty slots becomes key 0: a row with empty slots has chosen all that it sees, that one too."""
+    chosen = select(qi, ki, wi, pos)
+    chosen = chosen.masked_fill(chosen > pos.unsqueeze(-1), -1)
+    chosen = torch.where(chosen < 0, 0, chosen)
+    keep = torch.zeros(q.shape[0], q.shape[1], c.shape[1], dtype=torch.bool).scatter(-1, chosen, True)
+    keep = keep & ~hidden_of(pos, c.shape[1])
+    logits = torch.einsum("bthd,bsd->bths", q, c) * 0.3
+    return torch.einsum("bths,bsd->bthd", logits.masked_fill(~keep.unsqueeze(2), -INF).softmax(-1), c)
+
+
+@style("q_latent c pos")
 def zeros_scatter_true(qi, ki, wi, q, c, pos):
     """Selected and causal as one bool mask; no rope; scale after the mask."""
     chosen = select(qi, ki, wi, pos)

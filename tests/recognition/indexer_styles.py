@@ -263,6 +263,17 @@ def chunked_heads(q, k, w, pos):
     return scores.topk(K, dim=-1).indices
 
 
+@style("q_flat k w pos")
+def sliced_heads(q, k, w, pos):
+    """A flat projection sliced head by head, each weighed and added to the sum."""
+    width, scores = q.shape[-1] // w.shape[-1], 0
+    for head in range(w.shape[-1]):
+        dots = torch.matmul(q[..., head * width : (head + 1) * width], k.transpose(-1, -2))
+        scores = scores + w[..., head, None] * F.relu(dots)
+    scores = scores.masked_fill(~visible_of(pos, k.shape[1]), -INF)
+    return scores.topk(K, dim=-1).indices
+
+
 @style("q k w pos")
 def sorted_pair(q, k, w, pos):
     """Stable sort, both parts unpacked, int32, -1 behind the visible."""

@@ -72,6 +72,23 @@ def smallest(q, k, w, pos):
     return scores.masked_fill(future(pos, k.shape[1]), INF).topk(K, dim=-1, largest=False).indices
 
 
+@near(INDEXERS, "")
+def flat_head_twice(q, k, w, pos):
+    """Of three heads cut from one flat tensor the last is read twice, the second never."""
+    first, _, last = q.flatten(2).chunk(3, -1)
+    dots = torch.stack([torch.bmm(part, k.mT) for part in (first, last, last)], dim=-1)
+    return choose((dots.relu() * w.unsqueeze(2)).sum(-1), pos)
+
+
+@near(INDEXERS, "")
+def flat_heads_cut_elsewhere(q, k, w, pos):
+    """The heads are cut as if the flat tensor held them side by side, feature by feature, and one ends early."""
+    flat = q.flatten(2)
+    parts = [flat[..., head::3] * (torch.arange(10) < 9 + head) for head in range(3)]
+    dots = torch.stack([torch.bmm(part, k.mT) for part in parts], dim=-1)
+    return choose((dots.relu() * w.unsqueeze(2)).sum(-1), pos)
+
+
 @near(INDEXERS, "also read", "returned")
 def scores_returned(q, k, w, pos):
     scores = (dots_of(q, k).relu() * w.unsqueeze(-1)).sum(2)
@@ -198,7 +215,26 @@ def weights_returned(qi, ki, wi, pos, q, c):
     return mix(p, rows), p
 
 
-@near(ATTENTIONS, "")
+@near(ATTENTIONS, "weights are also read")
+def weights_summed_elsewhere(qi, ki, wi, pos, q, c):
+    """The weights of a softmax by hand leave as a sum over the heads."""
+    chosen = select(qi, ki, wi, pos)
+    rows = gathered(c, chosen)
+    logits = seen_logits(q, rows, chosen, pos)
+    grown = (logits - logits.amax(-1, keepdim=True)).exp()
+    p = grown / grown.sum(-1, keepdim=True)
+    return mix(p, rows), p.sum(2)
+
+
+@near(ATTENTIONS, "a sigmoid of the scores")
+def sigmoid_over_its_sum(qi, ki, wi, pos, q, c):
+    chosen = select(qi, ki, wi, pos)
+    rows = gathered(c, chosen)
+    p = seen_logits(q, rows, chosen, pos).sigmoid()
+    return mix(p / p.sum(-1, keepdim=True), rows)
+
+
+@near(ATTENTIONS, "a sigmoid of the scores")
 def sigmoid_for_softmax(qi, ki, wi, pos, q, c):
     chosen = select(qi, ki, wi, pos)
     rows = gathered(c, chosen)
@@ -213,6 +249,20 @@ def softmax_over_all_keys(qi, ki, wi, pos, q, c):
     logits = torch.einsum("bthd,bsd->bths", q, c) * 0.3
     p = logits.masked_fill(future(pos, c.shape[1]).unsqueeze(2), -INF).softmax(-1)
     return torch.einsum("bths,bsd->bthd", p * keep, c)
+
+
+@near(ATTENTIONS, "")
+def wrong_column_cut_off(qi, ki, wi, pos, q, c):
+    """The first column goes instead of the last: every key is taken for the one before."""
+    chosen = select(qi, ki, wi, pos)
+    chosen = chosen.masked_fill(chosen > pos.unsqueeze(-1), -1)
+    length = c.shape[1]
+    chosen = torch.where(chosen < 0, length, chosen)
+    columns = torch.zeros(*chosen.shape[:2], length + 1, dtype=torch.bool).scatter(-1, chosen, True)
+    keep = (columns[..., 1:] & ~future(pos, length)).unsqueeze(2)
+    logits = torch.einsum("bthd,bsd->bths", q, c) * 0.3
+    p = logits.masked_fill(~keep, -INF).softmax(-1)
+    return torch.einsum("bths,bsd->bthd", torch.where(keep.any(-1, keepdim=True), p, 0.0), c)
 
 
 @near(ATTENTIONS, "future")

@@ -6,13 +6,7 @@ from attention_styles import STYLES, operands
 from running import relative_error, run
 
 PHASES = ("prefill", pytest.param("square", marks=pytest.mark.slow), "decode")
-MISSED = {
-    "dummy_column": "-1 set by a comparison of the chosen keys with the position: the indexer is refused",
-}
-NAMES = [
-    pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=MISSED[name])) if name in MISSED else name
-    for name in STYLES
-]
+NAMES = list(STYLES)
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 

@@ -9,7 +9,6 @@ from running import relative_error, run
 OPERATOR = "grouped_experts"
 NOT_YET = {
     "every_pair_by_itself": "tokens and experts are read as numbers: one product for each, no index",
-    "dense_and_masked": "the caller's experts may name one twice in a row, and then a scatter keeps the last weight",
 }
 
 # Tracing a product for each pair takes long.

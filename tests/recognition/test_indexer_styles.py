@@ -7,13 +7,7 @@ from running import assert_same_sets, overlap, run
 from stable_topk import stable_eager
 
 PHASES = ("prefill", pytest.param("square", marks=pytest.mark.slow), "decode")
-MISSED = {
-    "chunked_heads": "heads that are slices of one flat tensor are not read as [B, T, H, D]",
-}
-NAMES = [
-    pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=MISSED[name])) if name in MISSED else name
-    for name in STYLES
-]
+NAMES = list(STYLES)
 
 
 @pytest.mark.parametrize("phase", PHASES)

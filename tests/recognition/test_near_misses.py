@@ -36,8 +36,6 @@ def test_near_indexer(name):
 
 
 SILENT = {
-    "weights_returned": "refused without a reason",
-    "sigmoid_for_softmax": "no softmax, so no anchor and no reason",
     "softmax_over_all_keys": "no index above the softmax, so no anchor and no reason",
 }
 

@@ -11,7 +11,6 @@ from k31compile.passes.recognise.short_conv import ShortConvRecogniser
 NAME = "short_conv"
 B, T, C, W = 2, 7, 24, 4
 DTYPES = [torch.float32, torch.bfloat16]
-UNKNOWN = {"rolled_window_by_token": "a window that is rolled and overwritten in place, for several tokens"}
 MUTATED = {"grouped_conv1d_after_cat": 11, "no_activation": 11, "zeros_in_front": 5, "one_token_by_einsum": 1}
 
 
@@ -19,13 +18,7 @@ def normal(seed, *shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def known():
-    for case in cases(SPELLINGS, NAME):
-        reason = UNKNOWN.get(case[0]) if case[1] > 1 else None
-        yield pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason=reason)) if reason else case
-
-
-@pytest.mark.parametrize(("name", "length", "dtype"), list(known()))
+@pytest.mark.parametrize(("name", "length", "dtype"), cases(SPELLINGS, NAME))
 def test_spelling(name, length, dtype):
     result = passed(NAME, SPELLINGS[name], length, dtype)
     assert result.error <= (1e-6 if dtype == torch.float32 else 1e-2)

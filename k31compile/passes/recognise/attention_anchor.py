@@ -12,7 +12,7 @@ from k31compile.passes.recognise.contractions import is_contraction, nearest_con
 from k31compile.passes.recognise.operands import is_parameter
 
 SDPA = ATEN.scaled_dot_product_attention.default
-_SOFTMAXES = {ATEN.softmax.int, ATEN._softmax.default, ATEN.exp.default, SDPA}
+SOFTMAXES = {ATEN.softmax.int, ATEN._softmax.default, ATEN.exp.default, SDPA}
 _SORTS = {ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable}
 _ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
 _READS_BY_INDEX = {
@@ -80,15 +80,15 @@ def attentions_of(flow: Dataflow) -> list[Attention]:
 
 def _attentions(flow: Dataflow) -> Iterator[Attention]:
     for node in flow.nodes:
-        if node.target in _SOFTMAXES and node not in flow.constants:
-            indices = _indices_above(flow, node)
+        if node.target in SOFTMAXES and node not in flow.constants:
+            indices = indices_above(flow, node)
             output = _output_of(flow, node)
             if indices is not None and output is not None:
                 direct = _direct(flow, indices, output)
                 yield Attention(node, indices, output, direct, *_parts(flow, node, indices, output))
 
 
-def _indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
+def indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
     """The nearest index tensor above the softmax, breadth first; an input of the graph only where nothing selects."""
     given: fx.Node | None = None
     seen: set[fx.Node] = set()
@@ -100,7 +100,7 @@ def _indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
                 if source in seen or source in flow.constants:
                     continue
                 seen.add(source)
-                if _selects(source):
+                if selects(source):
                     return source
                 if given is None and _is_given(flow, source):
                     given = source
@@ -137,7 +137,8 @@ def _is_gathered(node: fx.Node) -> bool:
     return node.target in _READS_BY_INDEX and isinstance(node.args[0], fx.Node) and not is_parameter(node.args[0])
 
 
-def _selects(node: fx.Node) -> bool:
+def selects(node: fx.Node) -> bool:
+    """Whether the node holds the places of what was selected."""
     if is_indexer(node) or node.target in _ARGSORTS:
         return True
     if getattr(node.target, "__name__", "") != "getitem" or not isinstance(node.args[0], fx.Node):

@@ -51,7 +51,7 @@ _SUMS = {
 _DIAGONALS = {ATEN.diag_embed.default}
 _MATRIX_PRODUCTS = {ATEN.matmul.default, ATEN.bmm.default}
 _STATE_PRODUCTS = {ATEN.mul.Tensor, ATEN.einsum.default}
-_PASSING_STATES = {
+PASSING_STATES = {
     ATEN.index_put.default,
     ATEN.index_copy.default,
     ATEN.slice_scatter.default,
@@ -71,12 +71,19 @@ WINDOW_NODES = 400
 class Decays:
     """All exponentials of one gate, and the highest nodes that are sums over it, in the order of the graph.
 
-    Where a sigmoid decays a state as it is, it stands among the exponentials, and `products` are what it decays.
+    Where a sigmoid decays a state as it is, it stands among the exponentials, and `products` are what it decays: all of
+    them, or those of one state where it decays several.
     """
 
     exponentials: tuple[fx.Node, ...]
     cumulative: tuple[fx.Node, ...] = ()
     products: tuple[fx.Node, ...] = ()
+    is_shared: bool = False
+
+    @property
+    def anchor(self) -> fx.Node:
+        """The first exponential, or the first product where a decay is that of several states."""
+        return self.products[0] if self.is_shared else self.exponentials[0]
 
     @property
     def starts(self) -> tuple[fx.Node, ...]:
@@ -102,20 +109,56 @@ def find_decays(flow: Dataflow) -> list[Decays]:
             groups.setdefault(gate, []).append(node)
             sums.setdefault(gate, set()).update(cumulative)
     found = [Decays(tuple(nodes), tuple(flow.in_order(sums[gate]))) for gate, nodes in groups.items()]
-    return [*(part for group in found for part in _recurrences(flow, group)), *_sigmoid_decays(flow)]
+    return [*(part for group in found for part in _parts(flow, group)), *_sigmoid_decays(flow)]
+
+
+def _parts(flow: Dataflow, group: Decays) -> list[Decays]:
+    """The group, or its parts where it decays several states: by exponential, or by what one exponential decays."""
+    if len(group.exponentials) == 1 and not group.cumulative:
+        chains = _chains(flow, state_products(flow, group))
+        # An operator that serves one of several states takes the logarithm of what is shared.
+        served = any(user.target is ATEN.log.default for user in _read_through_views(flow, group.exponentials[0]))
+        if len(chains) > 1 or (chains and served):
+            return [Decays(group.exponentials, products=chain, is_shared=True) for chain in chains]
+    return _recurrences(flow, group)
+
+
+def _chains(flow: Dataflow, products: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
+    """State products by state: each is of what the one before became by sums, not by products."""
+    chains: nx.Graph = nx.Graph()
+    chains.add_nodes_from(products)
+    for product in products:
+        for source in product.all_input_nodes:
+            before = flow.ancestors([source], stop=lambda node: not _keeps_state(node))
+            chains.add_edges_from((product, other) for other in before if other in chains and other is not product)
+    return [tuple(flow.in_order(chain)) for chain in nx.connected_components(chains)]
+
+
+def _keeps_state(node: fx.Node) -> bool:
+    return is_view(node) or node.target in _SUMS or node.target in PASSING_STATES
 
 
 def _sigmoid_decays(flow: Dataflow) -> Iterator[Decays]:
-    """Sigmoids, and powers of them, that are spread over something which is summed with and read like a state.
+    """Sigmoids, powers of them and one minus them, that are spread over something summed with and read like a state.
 
-    Both are never negative, so that a logarithm gives back what the operators take.
+    All are never negative, so that a logarithm gives back what the operators take.
     """
     for node in flow.nodes:
         is_power = node.target is ATEN.pow.Tensor_Scalar and _is_sigmoid(node.args[0])
-        if (is_power or _is_sigmoid(node)) and node not in flow.constants and _spread_products(flow, node):
-            products = state_products(flow, Decays((node,)))
-            if products and any(_is_read(flow, product) for product in products):
-                yield Decays((node,), products=tuple(products))
+        may_decay = is_power or _is_sigmoid(node) or _is_complement(node)
+        if not may_decay or node in flow.constants or not _spread_products(flow, node):
+            continue
+        products = state_products(flow, Decays((node,)))
+        if any(_is_read(flow, product) for product in products):
+            chains = _chains(flow, products)
+            yield from (Decays((node,), products=chain, is_shared=len(chains) > 1) for chain in chains)
+
+
+def _is_complement(node: fx.Node) -> bool:
+    """Whether the node is one minus a sigmoid."""
+    if node.target is ATEN.rsub.Scalar:
+        return _is_sigmoid(node.args[0]) and node.args[1:] == (1,)
+    return node.target is ATEN.sub.Tensor and node.args[:1] == (1,) and _is_sigmoid(node.args[1])
 
 
 def _is_sigmoid(node: object) -> bool:
@@ -213,7 +256,7 @@ def numel_of_last_two(node: fx.Node) -> int:
 
 def state_products(flow: Dataflow, decays: Decays) -> list[fx.Node]:
     """Products of a larger state with a decay that is one number for its last dimension, the one before, or both."""
-    window = _window(flow, decays)
+    window = window_of(flow, decays)
     below = flow.descendants(decays.exponentials, stop=lambda node: node not in window)
     found = _moved_states(flow, decays.exponentials, window)
     for node in flow.in_order(below & window):
@@ -274,7 +317,7 @@ def sums_with(flow: Dataflow, product: fx.Node) -> list[fx.Node]:
 def _is_decayed_last(flow: Dataflow, state: fx.Node, product: fx.Node) -> bool:
     """Whether a sum is decayed for the tokens that follow, and read by a product or kept."""
     readers = {user for node in (product, *(u for u in flow.users[product] if is_view(u))) for user in flow.users[node]}
-    is_read = any(is_contraction(user) or user.op == "output" or user.target in _PASSING_STATES for user in readers)
+    is_read = any(is_contraction(user) or user.op == "output" or user.target in PASSING_STATES for user in readers)
     return behind_views_and_casts(state).target in _SUMS and is_read
 
 
@@ -290,74 +333,8 @@ def _is_spread(decay: fx.Node, state: fx.Node, product: fx.Node) -> bool:
     return bool(spread) and all(aligned[dim] == 1 and dim >= len(sizes) - 2 for dim in spread)
 
 
-def _window(flow: Dataflow, decays: Decays) -> set[fx.Node]:
+def window_of(flow: Dataflow, decays: Decays) -> set[fx.Node]:
+    """The nodes that a recurrence may take, from the first decay to some way behind the last."""
     first = flow.position[(decays.cumulative or decays.exponentials)[0]]
     last = flow.position[decays.exponentials[-1]]
     return set(flow.nodes[first : last + WINDOW_NODES])
-
-
-def final_states(flow: Dataflow, decays: Decays, state: fx.Node) -> dict[fx.Node, set[fx.Node]]:
-    """Nodes of the state's shape that are kept after the graph, each with what passes it on to the end.
-
-    Kept is what is copied into an input or returned, be it through views, casts and writes into a pool. An output
-    of one chunk that is as long as a key is wide has the state's shape too.
-    """
-    below = flow.descendants(decays.exponentials)
-    kept: dict[fx.Node, set[fx.Node]] = {}
-    output = flow.nodes[-1]
-    ends = [node for node in flow.nodes if node.target is ATEN.copy_.default]
-    for end in (*ends, *flow.inputs[output]):
-        node, way = end, [end]
-        while node in below and (is_view(node) or node.target in _PASSING_STATES) and node not in kept:
-            sources = [source for source in flow.inputs[node] if source in below]
-            if len(sources) != 1:
-                break
-            node = sources[0]
-            way.append(node)
-        if node in below and _has_shape_of(node, state) and not is_view(node):
-            kept.setdefault(node, set()).update(way[:-1])
-    return kept
-
-
-def _has_shape_of(node: fx.Node, state: fx.Node) -> bool:
-    def wide(of: fx.Node) -> list[int]:
-        return sorted(size for size in shape_of(of) if size != 1)
-
-    return is_float(node) and wide(node) == wide(state)
-
-
-def common_exits(
-    flow: Dataflow, decays: Decays, states: Collection[fx.Node], passing: Collection[fx.Node]
-) -> list[fx.Node]:
-    """Nodes that every way from the decays out of their window goes through, nearest first.
-
-    The ways that only keep a state, from `states` through `passing` to the end, do not count.
-    """
-    window = _window(flow, decays)
-    below = flow.descendants(decays.exponentials, stop=lambda node: node not in window) - set(passing)
-    reverse: nx.DiGraph = nx.DiGraph()
-    sink, source = "sink", "source"
-    for node in below:
-        if node not in window:
-            reverse.add_edge(sink, node)
-            continue
-        users = [user for user in flow.users[node] if user in below]
-        if node in states:
-            users = [user for user in users if user.op != "output"]
-        elif node.op == "output":
-            reverse.add_edge(sink, node)
-        for user in users:
-            reverse.add_edge(user, node)
-    for node in decays.exponentials:
-        reverse.add_edge(node, source)
-    if sink not in reverse:
-        return []
-    dominators = nx.immediate_dominators(reverse, sink)
-    chain: list[fx.Node] = []
-    place: object = dominators.get(source)
-    while isinstance(place, fx.Node):
-        if place.op != "output" and place not in decays.exponentials:
-            chain.append(place)
-        following = dominators.get(place)
-        place = None if following is place else following
-    return chain

@@ -160,7 +160,9 @@ class DeltaReading(Reading):
         operands = self.operands
         ordered = sorted((o.leaf.name, o.layout.dims) for o in operands.vectors)
         others = (operands.gate, operands.beta, operands.state)
-        key = (*ordered, *(o.layout.dims if o else None for o in others), str(sorted(substitution.items(), key=str)))
+        placed = (o.layout.dims if o else None for o in others)
+        turned = isinstance(operands.gate, FlatGate) and operands.gate.heads_last
+        key = (*ordered, *placed, turned, str(sorted(substitution.items(), key=str)))
         if key not in self._memo:
             self._memo[key] = run_in_float64(self.region, sample, substitution)
         return self._memo[key]
@@ -265,7 +267,41 @@ def assignments(
     final: fx.Node | None,
     is_scalar: bool,
 ) -> Iterator[DeltaOperands]:
-    """Every way to read the leaves by shape; `rest` are the float leaves but for the gate."""
+    """Every way to read the leaves by shape, those where all have batch, tokens and heads in one order first.
+
+    `rest` are the float leaves but for the gate.
+    """
+    found = functools.partial(_assignments, region, gate, rest, out, final, is_scalar)
+    yield from filter(_are_in_one_order, found())
+    yield from itertools.filterfalse(_are_in_one_order, found())
+
+
+def _are_in_one_order(operands: DeltaOperands) -> bool:
+    """Whether no two tensors hold batch, tokens and heads in different orders, nor two states their sides."""
+    read = [*operands.vectors, operands.gate, operands.beta, *([operands.state] if operands.state else [])]
+    layouts_read = [*(one.layout for one in read), *(one for one in (operands.out, operands.final) if one)]
+    ordered = {pair for layout in layouts_read for pair in _pairs_in_order(layout, "bth")}
+    states = [layout for layout in (operands.state and operands.state.layout, operands.final) if layout]
+    sides = {pair for layout in states for pair in _pairs_in_order(layout, "kv")}
+    return not any((second, first) in ordered | sides for first, second in ordered | sides)
+
+
+def _pairs_in_order(layout: Layout, letters: str) -> Iterator[tuple[str, str]]:
+    """Some letters of a layout, two by two, the one of the lower dimension first."""
+    held = sorted(
+        (dim, x) for x, dim in zip(layout.letters, layout.dims, strict=True) if dim is not None and x in letters
+    )
+    return ((first, second) for (_, first), (_, second) in itertools.combinations(held, 2))
+
+
+def _assignments(
+    region: Region,
+    gate: fx.Node,
+    rest: Sequence[fx.Node],
+    out: fx.Node,
+    final: fx.Node | None,
+    is_scalar: bool,
+) -> Iterator[DeltaOperands]:
     for out_layout in plain_layouts(shape_of(out), "bthv", {}):
         known = {letter: out_layout.size(letter, shape_of(out)) for letter in "bthv"}
         tokens = {letter: known[letter] for letter in "bth"}
@@ -315,7 +351,7 @@ def _gates(leaf: fx.Node, is_scalar: bool, known: Mapping[str, int]) -> list[Den
     if found or is_scalar:
         return found
     flat = plain_layouts(shape_of(leaf), "btw", {**known, "w": known["h"] * known["k"]})
-    return [FlatGate(leaf, layout, known["k"]) for layout in flat]
+    return [FlatGate(leaf, layout, known["k"], last) for layout in flat for last in (False, True)]
 
 
 def _dense(leaf: fx.Node, letters: str, known: Mapping[str, int]) -> list[Dense]:

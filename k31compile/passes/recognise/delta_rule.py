@@ -16,10 +16,9 @@ from k31compile.graph.sizes import is_float, numel_of, shape_of
 from k31compile.graph.views import CASTS, is_narrowing, is_view
 from k31compile.passes.recognise.contractions import is_contraction
 from k31compile.passes.recognise.contractions import operands as operands_of
+from k31compile.passes.recognise.decay_exits import common_exits, final_states
 from k31compile.passes.recognise.decays import (
     Decays,
-    common_exits,
-    final_states,
     find_decays,
     serves_all_channels,
     state_products,
@@ -38,7 +37,7 @@ from k31compile.passes.recognise.gates import GateForm, is_flat_gate
 from k31compile.passes.recognise.operands import weight_operands, with_plain_integers
 
 _MOST_EXITS = 8
-_MOST_READINGS = 96
+_MOST_READINGS = 288
 
 
 class DeltaRuleRecogniser(Recogniser):
@@ -57,12 +56,12 @@ class DeltaRuleRecogniser(Recogniser):
     def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
         """The first exponential of each gate that is summed over a chunk, or of each that is not."""
         groups = flow.remember("decays", lambda: find_decays(flow))
-        return [group.exponentials[0] for group in groups if bool(group.cumulative) == self.in_chunks]
+        return [group.anchor for group in groups if bool(group.cumulative) == self.in_chunks]
 
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
         """From the gate to the output, and to the state where it is kept."""
         decays = _decays_of(flow, anchor)
-        products = state_products(flow, decays)
+        products = _products_of(flow, decays)
         if products and serves_all_channels(products[-1]) != self.is_scalar:
             return
         states = final_states(flow, decays, products[-1]) if products else {}
@@ -70,7 +69,11 @@ class DeltaRuleRecogniser(Recogniser):
         final = flow.in_order(state for state in states if state in last)[-1:]
         passing = {node for state in final for node in states[state]}
         before = flow.ancestors([*products, *final])
-        exits = [node for node in common_exits(flow, decays, final, passing) if is_float(node) and node not in before]
+        exits: list[fx.Node] = []
+        # A decay may be read for its own sake, or decay another state: then what it decays here tells the way.
+        for starts in (() if decays.is_shared else decays.exponentials, products):
+            ways = common_exits(flow, decays, starts, final, passing) if starts and not exits else []
+            exits += [node for node in ways if is_float(node) and node not in before]
         for out in _last_of_each_value(exits)[:_MOST_EXITS]:
             eligible = functools.partial(_may_be_leaf, flow, decays, out, products[-1] if products else None)
             yield _demand(flow, decays, (out, *final), eligible)
@@ -120,7 +123,8 @@ class DeltaRuleRecogniser(Recogniser):
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nobody else reads what the operator does not give, a state between two tokens for one."""
         gate = next(leaf for leaf in region.leaves if leaf is reading.operands.gate.leaf)  # type: ignore[attr-defined]
-        decayed = flow.descendants([gate])
+        # The decays themselves anybody may read: they are made of the gate alone.
+        decayed = flow.descendants([gate]) & flow.descendants(leaf for leaf in region.leaves if leaf is not gate)
         for node, reader in outside_users(flow, region.nodes, region.outputs).items():
             if node in decayed and is_float(node) and not is_view(node):
                 raise Mismatch(
@@ -130,7 +134,7 @@ class DeltaRuleRecogniser(Recogniser):
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
         """A decay that is spread over a state."""
-        return bool(state_products(flow, _decays_of(flow, anchor)))
+        return bool(_products_of(flow, _decays_of(flow, anchor)))
 
     def hint(self, reason: str) -> str:
         """What to change."""
@@ -141,7 +145,12 @@ class DeltaRuleRecogniser(Recogniser):
 
 def _decays_of(flow: Dataflow, anchor: fx.Node) -> Decays:
     groups = flow.remember("decays", lambda: find_decays(flow))
-    return next(group for group in groups if group.exponentials[0] is anchor)
+    return next(group for group in groups if group.anchor is anchor)
+
+
+def _products_of(flow: Dataflow, decays: Decays) -> list[fx.Node]:
+    """What the decays make of a state, of the one that is meant where they decay several."""
+    return list(decays.products) if decays.is_shared else state_products(flow, decays)
 
 
 def _demand(
@@ -153,7 +162,7 @@ def _demand(
 
 def _is_state(flow: Dataflow, decays: Decays, node: fx.Node) -> bool:
     """Whether a node is what the last state product became, rather than what is read of it."""
-    products = state_products(flow, decays)
+    products = _products_of(flow, decays)
     return bool(products) and node in (products[-1], *sums_with(flow, products[-1]))
 
 

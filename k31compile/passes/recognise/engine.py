@@ -23,19 +23,25 @@ from k31compile.report import Refusal
 
 @dataclass(frozen=True)
 class Demand:
-    """What a recogniser asks for one anchor: the outputs, what must lie inside, what may be a leaf and its price."""
+    """What a recogniser asks for one anchor: the outputs, what must lie inside, what may be a leaf and its price.
+
+    `kept` and `given` are leaves for certain, see `find_leaves`.
+    """
 
     outputs: tuple[fx.Node, ...]
     core: frozenset[fx.Node]
     eligible: Eligible
     kept: tuple[fx.Node, ...] = ()
     capacity: Callable[[fx.Node], int] = nbytes_of
+    given: tuple[fx.Node, ...] = ()
 
 
 class Recogniser(ABC):
     """One operator as the engine sees it."""
 
     name: str
+    # Whether an anchor is an operand, which more than one region may read.
+    anchors_stay = False
 
     @abstractmethod
     def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
@@ -142,6 +148,8 @@ class _Search:
                 self.found.append(outcome)
                 self._kinds.setdefault(outcome.region.canonical_hash, outcome.region)
                 covered.update(outcome.region.nodes)
+                if self.recogniser.anchors_stay:
+                    continue
             elif outcome is not None:
                 refused[anchor] = outcome
             settled.add(anchor)
@@ -178,7 +186,7 @@ class _Search:
         return None
 
     def _try_demand(self, anchor: fx.Node, demand: Demand) -> _Found | _Reason:
-        leaves = find_leaves(self.flow, demand.core, demand.eligible, demand.kept, demand.capacity)
+        leaves = find_leaves(self.flow, demand.core, demand.eligible, demand.kept, demand.capacity, demand.given)
         if isinstance(leaves, Leak):
             return _Reason(1, _describe_leak(leaves))
         best = _Reason(0, "")

@@ -5,14 +5,14 @@ both are proposals, which a confirmation checks for every expert.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from k31compile.graph.constants import COMPARISONS
 from k31compile.graph.dataflow import Dataflow
-from k31compile.graph.sizes import is_float, shape_of
+from k31compile.graph.sizes import is_float, is_integer, shape_of
 from k31compile.graph.views import CASTS, behind_views_and_casts, is_view
 
 # A stack alone, or each expert's matrix in the order of the experts.
@@ -37,17 +37,18 @@ def single_matrices(flow: Dataflow) -> set[fx.Node]:
 
 
 def shared_factors(flow: Dataflow) -> set[fx.Node]:
-    """What two or more products take beside a single matrix: the tokens that several experts read."""
+    """What products take beside two or more single matrices: the tokens that several experts read."""
     singles = single_matrices(flow)
 
     def find() -> set[fx.Node]:
-        counts: Counter[fx.Node] = Counter()
+        partners: dict[fx.Node, set[fx.Node]] = {}
         for node in flow.nodes:
             inputs = flow.inputs[node] if node.op == "call_function" else []
             for factor in inputs:
-                if any(other is not factor and behind_views_and_casts(other) in singles for other in inputs):
-                    counts.update(_with_sources(factor))
-        return {node for node, count in counts.items() if count > 1}
+                beside = {behind_views_and_casts(other) for other in inputs if other is not factor} & singles
+                for one in _with_sources(factor) if beside else ():
+                    partners.setdefault(one, set()).update(beside)
+        return {node for node, beside in partners.items() if len(beside) > 1}
 
     return flow.remember("shared factors", find)
 
@@ -69,19 +70,20 @@ def body_above(
     flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collection[fx.Node], weights: Collection[fx.Node]
 ) -> tuple[set[fx.Node], list[fx.Node]]:
     """What lies between tokens, choices and `out` where each expert is written out, and the matrices in it."""
-    rows, shared = shape_of(anchor)[0], shared_factors(flow)
+    shared = shared_factors(flow)
 
     def is_leaf(node: fx.Node) -> bool:
         if node is anchor or node in weights or node in single_matrices(flow):
             return True
         if node in inside or not is_float(node):
             return False
-        is_tokens = node in shared and len(shape_of(node)) == 2 and shape_of(node)[0] == rows
+        is_tokens = node in shared and shape_of(node)[:-1] == shape_of(anchor)[:-1]
         return is_tokens or shape_of(node) == shape_of(anchor)
 
     reached = flow.ancestors([out], stop=is_leaf)
     body = {node for node in reached if not is_leaf(node)} - flow.constants
-    return body, flow.in_order(node for node in reached if is_single_matrix(flow, anchor, node))
+    found = (node for node in reached if is_single_matrix(flow, anchor, node) and node not in weights)
+    return body, flow.in_order(found)
 
 
 def comparisons_with(anchor: fx.Node, nodes: Collection[fx.Node]) -> dict[fx.Node, float]:
@@ -94,6 +96,21 @@ def comparisons_with(anchor: fx.Node, nodes: Collection[fx.Node]) -> dict[fx.Nod
         if isinstance(tensor, fx.Node) and type(number) in (int, float) and is_made_of(tensor, anchor):
             found[node] = number
     return found  # type: ignore[return-value]
+
+
+def has_arithmetic(anchor: fx.Node, nodes: Collection[fx.Node]) -> bool:
+    """Whether other integers are made of the experts' numbers one by one."""
+    return any(
+        is_integer(node) and is_elementwise(node) and any(is_made_of(source, anchor) for source in node.all_input_nodes)
+        for node in nodes
+    )
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether the node computes element by element; a cast does not."""
+    operator = node.target
+    known = isinstance(operator, torch._ops.OpOverload) and operator not in CASTS
+    return known and torch.Tag.pointwise in operator.tags  # type: ignore[union-attr]
 
 
 def is_made_of(node: fx.Node, anchor: fx.Node) -> bool:
@@ -115,11 +132,18 @@ def below_comparisons(flow: Dataflow, anchor: fx.Node, inside: Collection[fx.Nod
 
 
 def orders_of(
-    flow: Dataflow, anchor: fx.Node, inside: Collection[fx.Node], matrices: Sequence[fx.Node]
+    flow: Dataflow,
+    anchor: fx.Node,
+    inside: Collection[fx.Node],
+    body: Collection[fx.Node],
+    matrices: Sequence[fx.Node],
 ) -> list[tuple[Matrices, ...]]:
-    """Every way to order the matrices of lists: for each projection those of experts 0, 1, ..."""
+    """Every way to order the matrices of lists: for each projection those of experts 0, 1, ...
+
+    One matrix may be that of several experts, where the experts' numbers tell them apart.
+    """
     used = sorted(matrices, key=lambda node: min(map(flow.position.__getitem__, flow.users[node]), default=-1))
-    ways = [_by_number(flow, used, below_comparisons(flow, anchor, inside)), *_by_use(used)]
+    ways = [_by_number(flow, used, below_comparisons(flow, anchor, inside), body), *_by_use(used)]
     found = dict.fromkeys(tuple(zip(*experts, strict=True)) for experts in ways if _are_alike(experts))
     return list(found)
 
@@ -140,17 +164,28 @@ def _by_use(used: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
         yield [list(matrices) for matrices in zip(*lists, strict=True)]
 
 
-def _by_number(flow: Dataflow, used: Sequence[fx.Node], numbers: Mapping[fx.Node, float]) -> list[list[fx.Node]]:
+def _by_number(
+    flow: Dataflow, used: Sequence[fx.Node], numbers: Mapping[fx.Node, float], body: Collection[fx.Node]
+) -> list[list[fx.Node]]:
     """The matrices of each expert: those that meet the comparison with its number first; nothing where one has none."""
-    owned: dict[float, list[fx.Node]] = {}
+    owned: dict[float, list[tuple[int, fx.Node]]] = {}
     for matrix in used:
-        node = matrix
-        while node not in numbers:
-            if not flow.users[node]:
-                return []
-            node = min(flow.users[node], key=flow.position.__getitem__)
-        owned.setdefault(numbers[node], []).append(matrix)
-    return [owned[number] for number in sorted(owned)] if sorted(owned) == list(range(len(owned))) else []
+        found = {(flow.position[user], n) for user in flow.users[matrix] for n in _met(flow, user, numbers, body)}
+        if not found:
+            return []
+        for position, number in found:
+            owned.setdefault(number, []).append((position, matrix))
+    if sorted(owned) != list(range(len(owned))):
+        return []
+    return [[matrix for _, matrix in sorted(owned[number], key=lambda pair: pair[0])] for number in sorted(owned)]
+
+
+def _met(
+    flow: Dataflow, start: fx.Node, numbers: Mapping[fx.Node, float], body: Collection[fx.Node]
+) -> Iterator[float]:
+    """The numbers of the comparisons that the node's value meets first, on any way through the body."""
+    inside = flow.descendants([start], stop=lambda node: node in numbers or node not in body)
+    return (numbers[node] for node in inside if node in numbers and node in body)
 
 
 def _are_alike(experts: Sequence[Sequence[fx.Node]]) -> bool:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from k31compile.passes.recognise.expert_matrices import (
     Matrices,
     are_only_compared,
     comparisons_with,
+    has_arithmetic,
     shape_of_all,
 )
 from k31compile.passes.recognise.operands import Values, in_dtype
@@ -56,7 +57,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class ExpertOperands:
-    """Leaves by role."""
+    """Leaves by role; `start` is what the experts' sum is added to, which may be x, or nothing."""
 
     x: fx.Node
     experts: fx.Node
@@ -64,6 +65,7 @@ class ExpertOperands:
     gate: Projection
     up: Projection
     down: Projection
+    start: fx.Node | None = None
 
     @property
     def count(self) -> int:
@@ -78,11 +80,12 @@ class ExpertOperands:
 
 @dataclass(frozen=True)
 class Activation:
-    """The operator's options."""
+    """The operator's options; `keeps_last` where of weights for one expert in a row only the last one counts."""
 
     activation: str
     situ_beta: float = _USUAL_BOUNDS[0]
     linear_beta: float | None = _USUAL_BOUNDS[1]
+    keeps_last: bool = False
 
 
 class ExpertsReading(Reading):
@@ -102,6 +105,8 @@ class ExpertsReading(Reading):
         self._bounds = bounds_among(plain_floats(region.nodes))
         has_tanh = any(node.target is ATEN.tanh.default for node in region.nodes)
         self._activations = activations(self._bounds if has_tanh else None)
+        if not distinct and any(node.target is ATEN.scatter.src for node in region.nodes):
+            self._activations += [replace(one, keeps_last=True) for one in self._activations]
 
     def substitutions(self) -> list[Substitution]:
         """Symbols made small and odd; where the experts are large, smaller ones first."""
@@ -119,15 +124,16 @@ class ExpertsReading(Reading):
 
     def _smaller(self) -> dict[int, int]:
         """Sizes and what reshapes make of them, as smaller ones; nothing where a number means two of them."""
-        rows, k = shape_of(self.operands.experts)
-        inner, width, out = self.operands.gate.size_out(), shape_of(self.operands.x)[1], self.operands.down.size_out()
+        *lead, k = shape_of(self.operands.experts)
+        rows = math.prod(lead)
+        inner, width, out = self.operands.gate.size_out(), shape_of(self.operands.x)[-1], self.operands.down.size_out()
         experts, are_lists = self.operands.count, self.operands.are_lists
         if _compares_with_others(self.region, range(experts) if are_lists else {experts, experts - 1, k}):
             return {}
         small = {inner: 12, width: 20, out: 20 if out == width else 28}
         if not are_lists:
             small[experts] = max(11, k + 3)
-        if isinstance(value_of(self.operands.x).shape[0], int):
+        if len(lead) == 1 and isinstance(value_of(self.operands.x).shape[0], int):
             small.setdefault(rows, 7)
         # Numbers below that of experts in a list are experts' own.
         least = max(_LARGE, experts - 1) if are_lists else _LARGE
@@ -144,6 +150,7 @@ class ExpertsReading(Reading):
             if full > _LARGE and (full != value or full in derived):
                 ambiguous |= derived.setdefault(full, value) != value
         ambiguous |= are_lists and min(derived, default=experts) < experts
+        ambiguous |= len(lead) > 1 and not derived.keys().isdisjoint({rows, *lead})
         return {} if ambiguous or len({rows, inner, width, experts}) < 4 or k in small else derived
 
     def begin(self, substitution: Substitution) -> None:
@@ -154,10 +161,10 @@ class ExpertsReading(Reading):
 
     def sizes(self) -> Mapping[str, int]:
         """N, E, K, L."""
-        rows, k = self._shapes[self.operands.experts]
+        *lead, k = self._shapes[self.operands.experts]
         source = self.operands.gate.source
         experts = len(source) if self.operands.are_lists else self._shapes[source[0]][0]
-        return {"N": rows, "E": experts, "K": k, "L": self._shapes[self.operands.x][1]}
+        return {"N": math.prod(lead), "E": experts, "K": k, "L": self._shapes[self.operands.x][-1]}
 
     def samples(self) -> int:
         """Enough to meet every expert, each of a list for certain; then numbers that are no expert's."""
@@ -181,10 +188,14 @@ class ExpertsReading(Reading):
             shape = self._shapes[node]
             sample[node] = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
         rows = torch.randn(self._shapes[operands.x], generator=generator, dtype=torch.float64)
-        decades = torch.rand((rows.shape[0], 1), generator=generator, dtype=torch.float64) * (high - low) + low
+        decades = torch.rand((*rows.shape[:-1], 1), generator=generator, dtype=torch.float64) * (high - low) + low
         sample[operands.x] = rows * 10**decades
+        if operands.start not in (None, operands.x):
+            shape = self._shapes[operands.start]
+            sample[operands.start] = torch.randn(shape, generator=generator, dtype=torch.float64)
         sample[operands.weights] = torch.randn(self._shapes[operands.weights], generator=generator, dtype=torch.float64)
-        sample[operands.experts] = self._experts(trial).to(value_of(operands.experts).dtype)
+        experts = self._experts(trial).to(value_of(operands.experts).dtype)
+        sample[operands.experts] = experts.view(self._shapes[operands.experts])
         return sample
 
     def _experts(self, trial: int) -> torch.Tensor:
@@ -221,7 +232,7 @@ class ExpertsReading(Reading):
             if error < TOLERANCE:
                 kept.append(activation)
         if not kept:
-            again = not self.distinct and bool((sample[self.operands.experts].diff(dim=1) == 0).any())
+            again = not self.distinct and bool((sample[self.operands.experts].diff(dim=-1) == 0).any())
             where = " where a row names an expert twice, which nothing here rules out" if again else ""
             far = f"{min(errors):.1e} of its size"
             raise Mismatch(f"its output differs from the sum of SiTU or SwiGLU experts by {far}{where}")
@@ -230,10 +241,13 @@ class ExpertsReading(Reading):
 
     def _run(self, activation: Activation, values: Values) -> torch.Tensor:
         operands = self.operands
+        x, experts, weights = (values[node] for node in (operands.x, operands.experts, operands.weights))
+        if activation.keeps_last:
+            weights = _last_of_each(experts, weights)
         result: torch.Tensor = torch.ops.k31.grouped_experts(
-            values[operands.x],
-            values[operands.experts],
-            values[operands.weights],
+            x if x.dim() == 2 else x.flatten(0, -2),
+            experts if x.dim() == 2 else experts.flatten(0, -2),
+            weights if x.dim() == 2 else weights.flatten(0, -2),
             operands.gate.matrices(values),
             operands.up.matrices(values),
             operands.down.matrices(values),
@@ -241,13 +255,21 @@ class ExpertsReading(Reading):
             situ_beta=activation.situ_beta,
             linear_beta=activation.linear_beta,
         )
-        return result
+        if x.dim() > 2:
+            result = result.view(*x.shape[:-1], result.shape[-1])
+        return result if operands.start is None else values[operands.start] + result
 
     def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The operator, its result in the dtype of the author's."""
         assert self.learned is not None
         result = self._run(self.learned, dict(zip(self.region.leaves, leaves, strict=True)))
         return (in_dtype(result, value_of(self.region.outputs[0]).dtype),)
+
+
+def _last_of_each(experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weights, zero where a later slot names the same expert: a scatter into a row keeps the last."""
+    same = experts.unsqueeze(-1) == experts.unsqueeze(-2)
+    return weights.masked_fill(same.triu(1).any(-1), 0.0)
 
 
 def _compares_with_others(region: Region, sizes: Collection[int]) -> bool:
@@ -265,12 +287,12 @@ def _compares_with_others(region: Region, sizes: Collection[int]) -> bool:
 
 
 def _numbers_outside(region: Region, operands: ExpertOperands) -> list[int]:
-    """Numbers that are no expert's, where the region compares: what it gives for them must be nothing.
+    """Numbers that are no expert's, where the region compares or computes with them: it must give nothing for them.
 
-    Some layers let a token through unchanged where its choice is beyond the last expert.
+    Some layers let a token through unchanged where its choice is beyond the last expert, others count from the first.
     """
     compared = comparisons_with(operands.experts, region.nodes)
-    if not compared:
+    if not compared and not has_arithmetic(operands.experts, region.nodes):
         return []
     near = {int(number) + step for number in compared.values() for step in (-1, 0, 1)}
     near |= {operands.count, 2 * operands.count + 1}
@@ -294,14 +316,17 @@ def bounds_among(numbers: Iterable[float]) -> list[float]:
 
 
 def assignments(
-    rows: Sequence[fx.Node], experts: fx.Node, sources: Sequence[Matrices], out: fx.Node
+    rows: Sequence[fx.Node], experts: fx.Node, sources: Sequence[Matrices], out: fx.Node, start: fx.Node | None
 ) -> Iterator[ExpertOperands]:
-    """Every way to read two leaves and the matrices by shape."""
+    """Every way to read the leaves and the matrices by shape; tokens that the sum starts from are read once."""
     for x, weights in itertools.permutations(rows, 2):
-        if len(rows) != 2 or shape_of(weights) != shape_of(experts) or len(shape_of(x)) != 2:
+        others = set(rows) - {x, weights, start}
+        if others or shape_of(weights) != shape_of(experts) or shape_of(x)[:-1] != shape_of(experts)[:-1]:
             continue
-        for gate, up, down in _projections(sources, shape_of(x)[1], shape_of(out)[1]):
-            yield ExpertOperands(x, experts, weights, gate, up, down)
+        if start is weights:
+            continue
+        for gate, up, down in _projections(sources, shape_of(x)[-1], shape_of(out)[-1]):
+            yield ExpertOperands(x, experts, weights, gate, up, down, start)
 
 
 def _projections(

@@ -35,18 +35,23 @@ class GateForm:
 
 @dataclass(frozen=True)
 class FlatGate(Dense):
-    """A gate whose heads are split after its exponential: its layout has the letter w for h and k, h first."""
+    """A gate whose heads are split after its exponential: its layout has the letter w for h and k, in either order."""
 
     width: int
+    heads_last: bool = False
 
     def place(self, canonical: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
         """The leaf's value for a canonical gate [B, T, H, K]."""
-        return super().place(canonical.flatten(2))
+        ordered = canonical.transpose(2, 3) if self.heads_last else canonical
+        return super().place(ordered.flatten(2))
 
     def canonical(self, values: Values) -> torch.Tensor:
         """The gate with its heads split, [B, T, H, K]."""
         flat = super().canonical(values)
-        return flat.reshape(*flat.shape[:2], flat.shape[2] // self.width, self.width)
+        heads = flat.shape[2] // self.width
+        if self.heads_last:
+            return flat.reshape(*flat.shape[:2], self.width, heads).transpose(2, 3)
+        return flat.reshape(*flat.shape[:2], heads, self.width)
 
 
 def is_flat_gate(node: fx.Node, exponentials: Sequence[fx.Node], product: fx.Node | None) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 
 from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_error
 from k31compile.graph.constants import plain_floats
+from k31compile.graph.dataflow import ATEN
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, numel_of, shape_of, shape_under, symbols_of, value_of
 from k31compile.kernels.expert_checks import GROUP_MAXIMUM, GROUP_TWO_BEST, SIGMOID, SOFTMAX
@@ -19,17 +20,22 @@ _ROWS = 256
 _MOST_SAMPLES = 64
 _SMALL_ROWS, _LARGE_ROWS = 37, 64
 _SMALLEST_EPS = (1e-20, 0.0)
+_BOUNDS = {ATEN.clamp_min.default, ATEN.clamp.default, ATEN.maximum.default}
 
 
 @dataclass(frozen=True)
 class GatingForm:
-    """The options of the operator that a region may have; `eps` None where its weights are not renormalised."""
+    """The options of the operator that a region may have; `eps` None where its weights are not renormalised.
+
+    With a `floor` raw weights are divided by their sum or by that, behind the operator, as `F.normalize` does.
+    """
 
     norm_type: int
     group_count: int
     k_group: int
     group_select_mode: int
     eps: float | None
+    floor: float | None = None
     factor: float | None = None
 
     def run(self, logits: torch.Tensor, bias: torch.Tensor | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,9 +49,12 @@ class GatingForm:
             group_select_mode=self.group_select_mode,
             renorm=self.eps is not None,
             norm_type=self.norm_type,
-            routed_scaling_factor=1.0 if self.factor is None else self.factor,
+            routed_scaling_factor=1.0 if self.factor is None or self.floor is not None else self.factor,
             eps=_SMALLEST_EPS[0] if self.eps is None else self.eps,
         )
+        if self.floor is not None:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(self.floor)
+            weights = weights if self.factor is None else weights * self.factor
         return weights, experts
 
 
@@ -59,6 +68,8 @@ class GatingReading(Reading):
         self.region, self.selection, self.logits, self.bias = region, selection, logits, bias
         self.learned: GatingForm | None = None
         self._forms = list(_forms(region, shape_of(logits)[-1], int(selection.count)))
+        # A row over all experts, zero where not chosen.
+        self._is_dense = shape_of(region.outputs[0]) != shape_of(region.outputs[1])
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:
@@ -113,7 +124,8 @@ class GatingReading(Reading):
     def judge(self, sample: Values, outputs: Sequence[torch.Tensor]) -> float:
         """Keep the forms that give these experts, in their order where it was promised, with these weights."""
         k = int(self.selection.count)
-        weights, experts = outputs[0].reshape(-1, k), outputs[1].reshape(-1, k)
+        experts = outputs[1].reshape(-1, k)
+        weights = outputs[0].reshape(len(experts), -1)
         logits = sample[self.logits].reshape(-1, self._shape[-1])
         bias = sample[self.bias].reshape(-1) if self.bias is not None else None
         worst, kept = 0.0, []
@@ -136,15 +148,17 @@ class GatingReading(Reading):
         weights: torch.Tensor,
         experts: torch.Tensor,
     ) -> tuple[GatingForm | None, float]:
-        expected, chosen = form.run(logits, bias, weights.shape[1])
+        expected, chosen = form.run(logits, bias, experts.shape[1])
         if self.selection.sorted:
             same = torch.equal(chosen.long(), experts.long())
         else:
             same = torch.equal(chosen.long().sort(-1).values, experts.long().sort(-1).values)
-            expected = torch.zeros_like(logits).scatter(1, chosen.long(), expected)
-            weights = torch.zeros_like(logits).scatter(1, experts.long(), weights)
         if not same:
             return None, 0.0
+        if self._is_dense or not self.selection.sorted:
+            expected = torch.zeros_like(logits).scatter(1, chosen.long(), expected)
+            if not self._is_dense:
+                weights = torch.zeros_like(logits).scatter(1, experts.long(), weights)
         self._differs = "the weights of its experts"
         if form.factor is None:
             # twelve digits: what an author writes as one factor or another has no more in common
@@ -163,11 +177,17 @@ class GatingReading(Reading):
         bias = values[self.bias] if self.bias is not None else None
         bias = bias.flatten() if bias is not None and bias.dim() > 1 else bias
         k = int(self.selection.count)
-        results = self.learned.run(logits if logits.dim() == 2 else logits.flatten(0, -2), bias, k)
+        rows = logits if logits.dim() == 2 else logits.flatten(0, -2)
+        weights, experts = self.learned.run(rows, bias, k)
         old = [value_of(output) for output in self.region.outputs]
+        weights, experts = in_dtype(weights, old[0].dtype), in_dtype(experts, old[1].dtype)
         if old[1].dim() != 2:
-            results = tuple(result.view(*logits.shape[:-1], k) for result in results)  # type: ignore[assignment]
-        return tuple(in_dtype(result, was.dtype) for result, was in zip(results, old, strict=True))
+            weights, experts = (result.view(*logits.shape[:-1], k) for result in (weights, experts))
+        if self._is_dense:
+            empty = torch.zeros_like(logits if experts.dim() > 2 else rows, dtype=weights.dtype)
+            weights = empty.scatter(-1, experts.long(), weights)
+            weights = weights.view(logits.shape) if old[0].dim() > 2 else weights.flatten(0, -2)
+        return weights, experts
 
 
 def numel_of_shape(shape: Sequence[int]) -> int:
@@ -177,10 +197,15 @@ def numel_of_shape(shape: Sequence[int]) -> int:
 
 def _forms(region: Region, experts: int, k: int) -> Iterator[GatingForm]:
     """Every form that the region's shapes and constants leave possible, plain ones first."""
-    small = (number for number in plain_floats(region.nodes) if 0 < number < 1e-2)
-    sums = [*dict.fromkeys([*_SMALLEST_EPS, *small]), None]
-    for norm, groups, eps in itertools.product((SIGMOID, SOFTMAX), _groups(region, experts, k), sums):
-        yield GatingForm(norm, *groups, eps)
+    numbers = plain_floats(region.nodes)
+    small = (number for number in numbers if 0 < number < 1e-2)
+    bounded = any(node.target in _BOUNDS for node in region.nodes)
+    sums: list[tuple[float | None, float | None]] = [(eps, None) for eps in dict.fromkeys([*_SMALLEST_EPS, *small])]
+    sums += [(None, number) for number in dict.fromkeys(numbers) if bounded and 0 < number < 1]
+    for norm, groups, (eps, floor) in itertools.product(
+        (SIGMOID, SOFTMAX), _groups(region, experts, k), [*sums, (None, None)]
+    ):
+        yield GatingForm(norm, *groups, eps, floor)
 
 
 def _groups(region: Region, experts: int, k: int) -> Iterator[tuple[int, int, int]]:

@@ -27,6 +27,7 @@ from k31compile.passes.recognise.indexer_diagnosis import diagnose
 from k31compile.passes.recognise.masks import MaskLeaf, sample_mask
 from k31compile.passes.recognise.operands import (
     Dense,
+    FlatHeads,
     Paged,
     Values,
     sample_table,
@@ -76,7 +77,9 @@ class IndexerReading(Reading):
         symbols = self._choose_symbols()
         letters = self._letters_under(symbols)
         page = shape_of(self.key.pages)[1] if isinstance(self.key, Paged) else 0
-        small = shrunk_sizes(letters, [letters["h"], letters["d"]], page, self._beyond()) if not symbols else {}
+        others = [letters["h"], letters["d"]]
+        others += [letters["h"] * letters["d"]] if isinstance(self.query, FlatHeads) else []
+        small = shrunk_sizes(letters, others, page, self._beyond()) if not symbols else {}
         if small and isinstance(self.key, Paged):
             small |= shrunk_pool(shape_of(self.key.pages), letters["b"], small, letters["s"])
         return [{**symbols, **small}, symbols] if small else [symbols]

@@ -25,6 +25,7 @@ from k31compile.passes.recognise.indexer_reading import IndexerReading
 from k31compile.passes.recognise.masks import Sizes, is_boolean, mask_inputs, masks_among
 from k31compile.passes.recognise.operands import (
     Dense,
+    FlatHeads,
     Paged,
     paged_source,
     weight_operands,
@@ -83,6 +84,7 @@ class LightningIndexerRecogniser(Recogniser):
         for scores in _readings_of_scores(selection):
             b, t, s = _sizes(scores, selection)
             yield "bthd", {"b": b, "t": t, "h": heads, "d": width}
+            yield "btf", {"b": b, "t": t, "f": heads * width}
             yield "bsd", {"b": b, "s": s, "d": width}
             yield "bth", {"b": b, "t": t, "h": heads}
 
@@ -182,16 +184,26 @@ def _assignments(
                 if query_leaf is weights_leaf:
                     continue
                 key_leaf = next(leaf for leaf in floats if leaf not in (query_leaf, weights_leaf))
-                by_letter = {"b": known["b"], "t": known["t"], "h": heads}
-                for query_layout in layouts(shape_of(query_leaf), "bthd", by_letter):
-                    width = query_layout.size("d", shape_of(query_leaf))
-                    query, weights = Dense(query_leaf, query_layout), Dense(weights_leaf, weights_layout)
+                weights = Dense(weights_leaf, weights_layout)
+                for query in _queries(query_leaf, {"b": known["b"], "t": known["t"]}, heads):
+                    width = query.size("d")
                     for table in integers:
                         paged = _paged_key(key_leaf, table, known, width)
                         if paged is not None:
                             yield query, paged, weights, [leaf for leaf in integers if leaf is not table]
                     for key_layout in layouts(shape_of(key_leaf), "bsd", {**known, "d": width}):
                         yield query, Dense(key_leaf, key_layout), weights, list(integers)
+
+
+def _queries(leaf: fx.Node, rows: Mapping[str, int], heads: int) -> Iterator[Dense]:
+    """A leaf as queries of some heads: in a dimension of their own, or else side by side in one."""
+    shape, found = shape_of(leaf), False
+    for layout in layouts(shape, "bthd", {**rows, "h": heads}):
+        found = True
+        yield Dense(leaf, layout)
+    for flat in () if found else layouts(shape, "btf", rows):
+        if flat.size("f", shape) % heads == 0:
+            yield FlatHeads(leaf, flat, heads)
 
 
 def _paged_key(pages: fx.Node, table: fx.Node, known: Mapping[str, int], width: int) -> Paged | None:

@@ -46,6 +46,28 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class FlatHeads(Dense):
+    """Heads side by side in one dimension, which is cut into them: its layout has the letter f for h and d."""
+
+    heads: int
+
+    def size(self, letter: str, substitution: Substitution | None = None) -> int:
+        """The size of b, t, h or d."""
+        if letter == "h":
+            return self.heads
+        return super().size("f", substitution) // self.heads if letter == "d" else super().size(letter, substitution)
+
+    def place(self, canonical: torch.Tensor) -> dict[fx.Node, torch.Tensor]:
+        """The leaf's value for a canonical operand [B, T, H, D]."""
+        return super().place(canonical.flatten(2))
+
+    def canonical(self, values: Values) -> torch.Tensor:
+        """The operand with its heads split, [B, T, H, D]."""
+        flat = super().canonical(values)
+        return flat.reshape(*flat.shape[:2], self.heads, flat.shape[2] // self.heads)
+
+
+@dataclass(frozen=True)
 class Paged:
     """Pages [blocks, page, (1,) d] and a block table [B, n] that names the block of each page of positions."""
 

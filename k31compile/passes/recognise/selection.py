@@ -108,10 +108,18 @@ def _final(flow: Dataflow, anchor: fx.Node, indices: fx.Node) -> fx.Node:
         if node is indices:
             continue
         if is_integer(node) and shape_of(node) == shape and node.target in _MARKERS:
+            if final is not indices and _is_made_of(flow, node, final):
+                break  # marks that were set are moved, to a column of their own for one
             final = node
         elif node.target is not ATEN._to_copy.default or not is_integer(node):
             break
     return final
+
+
+def _is_made_of(flow: Dataflow, node: fx.Node, only: fx.Node) -> bool:
+    """Whether nothing that varies is in the node but one other."""
+    above = flow.ancestors([node], stop=lambda one: one is only or one in flow.constants)
+    return not any(one.op == "placeholder" and one not in flow.constants for one in above)
 
 
 def require_indices_only(flow: Dataflow, selection: Selection) -> None:

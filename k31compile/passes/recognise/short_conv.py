@@ -17,6 +17,7 @@ from k31compile.passes.recognise.conv_reading import ConvReading, assignments
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.operands import with_plain_integers
 from k31compile.passes.recognise.taps import Taps, ends_of, find_taps, is_padded_in_front, kept_from, shifted, wide
+from k31compile.passes.recognise.token_taps import unrolled_from
 
 _ACTIVATIONS = {ATEN.silu.default, ATEN.sigmoid.default, ATEN.exp.default}
 _MOST_READINGS = 48
@@ -34,6 +35,11 @@ class ShortConvRecogniser(Recogniser):
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
         """From the inputs, before they are shifted, to the activation; with the state where it is kept."""
         taps = _taps_of(flow, anchor)
+        tokens = unrolled_from(flow, _found(flow), taps)
+        if tokens is not None:
+            for end in tokens.ends:
+                whole = tokens.picked | tokens.moving | flow.between(tokens.starts, [end])
+                yield Demand((end,), frozenset(whole), partial(_may_be_leaf, taps, end), capacity=numel_of)
         moving, windows = shifted(flow, taps)
         for end in ends_of(flow, taps):
             eligible = partial(_may_be_leaf, taps, end)
@@ -42,8 +48,8 @@ class ShortConvRecogniser(Recogniser):
             for window in windows:
                 around = inside | flow.between([window], [end])
                 for kept in kept_from(flow, window, around, partial(_may_be_state, taps, end, (taps.count - 1,))):
-                    whole = around | flow.between([window], [kept])
-                    yield Demand((end, kept), frozenset(whole), eligible, capacity=numel_of)
+                    longest = around | flow.between([window], [kept])
+                    yield Demand((end, kept), frozenset(longest), eligible, capacity=numel_of)
             for nodes in (inside, core) if moving else (core,):
                 yield Demand((end,), frozenset(nodes), eligible, capacity=numel_of)
 

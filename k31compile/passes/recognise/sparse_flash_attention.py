@@ -22,6 +22,7 @@ from k31compile.graph.sizes import (
 )
 from k31compile.passes.recognise.attention_anchor import Attention, attentions_of
 from k31compile.passes.recognise.attention_forms import forms
+from k31compile.passes.recognise.attention_near import almost_attentions
 from k31compile.passes.recognise.attention_reading import AttentionReading
 from k31compile.passes.recognise.attention_samples import producers_of
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
@@ -42,14 +43,16 @@ class SparseFlashAttentionRecogniser(Recogniser):
     name = "sparse_flash_attention"
 
     def anchors(self, flow: Dataflow) -> Iterable[fx.Node]:
-        """The softmaxes; an `exp` inside a softmax by hand is one."""
-        return [found.softmax for found in attentions_of(flow)]
+        """The softmaxes; an `exp` inside a softmax by hand is one. Then what is almost one."""
+        return [*(found.softmax for found in attentions_of(flow)), *almost_attentions(flow)]
 
     def _attention(self, flow: Dataflow, anchor: fx.Node) -> Attention:
         return next(found for found in attentions_of(flow) if found.softmax is anchor)
 
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
         """Native first, the projections from the latent inside; then as it stands; then both with a mask as a leaf."""
+        if anchor in almost_attentions(flow):
+            raise Mismatch(almost_attentions(flow)[anchor])
         found = self._attention(flow, anchor)
         plain = list(self._plain_demands(flow, found))
         yield from plain
@@ -167,7 +170,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
         """Something in this graph selected the indices; an integer input may as well be a block table."""
-        return self._attention(flow, anchor).indices.op != "placeholder"
+        return anchor in almost_attentions(flow) or self._attention(flow, anchor).indices.op != "placeholder"
 
     def hint(self, reason: str) -> str:
         """What to change."""

@@ -93,6 +93,11 @@ def _stacked_slices(node: fx.Node) -> list[fx.Node]:
     return slices if has_one_window and len(slices) == len(parts) else []
 
 
+def moves_inputs(node: fx.Node) -> bool:
+    """Whether the node moves a window on: joins, rolls, cuts or overwrites a part of it."""
+    return node.target in _SHIFTS
+
+
 def is_padded_in_front(taps: Taps) -> bool:
     """Whether the convolution itself pads by all taps but one, so that its first results see no later input."""
     padding = taps.anchor.args[4] if len(taps.anchor.args) > 4 else taps.anchor.kwargs.get("padding", 0)
