@@ -20,6 +20,7 @@ from k31compile.passes.recognise.experts_reading import (
     activations,
     bounds_among,
 )
+from k31compile.passes.recognise.operands import Values
 from k31compile.slices.call import Numbers, SliceCall
 from k31compile.slices.form import Matrices
 from k31compile.slices.held import Place
@@ -119,6 +120,16 @@ class CalledExperts(ExpertsReading):
                 raise
             return ()
         return [self.as_rows(result)]
+
+    def judge(self, sample: Values, outputs: Sequence[torch.Tensor]) -> float:
+        """As of a region; where a number is below 0 an author may count from the end, which the operator does not."""
+        try:
+            return super().judge(sample, outputs)
+        except Mismatch:
+            experts = sample[self.operands.experts]
+            if not bool((experts < 0).any()):
+                raise
+            return super().judge({**sample, self.operands.experts: experts % self.operands.count}, outputs)
 
     def as_rows(self, result: object) -> torch.Tensor:
         """A result as one row for each token.

@@ -139,3 +139,12 @@ def best_one_kept_whole(logits, bias):
     experts = (scores + bias).topk(CHOSEN, -1).indices
     weights = scores.gather(-1, experts)
     return weights / weights.amax(-1, keepdim=True) * FACTOR, experts
+
+
+@near_miss(results="spread")
+def all_that_tie_for_the_last_place(logits, bias):
+    """Everything not below the k-th best stays: where several tie for its place, as here, they are more than k."""
+    scores = logits.round().sigmoid()
+    floor = scores.topk(CHOSEN, dim=-1).values[:, -1:]
+    kept = torch.where(scores >= floor, scores, torch.zeros_like(scores))
+    return FACTOR * kept / kept.sum(-1, keepdim=True)

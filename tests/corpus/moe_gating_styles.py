@@ -89,16 +89,6 @@ def dense_weights(logits, bias):
     return F.normalize(scores * mask, p=1, dim=-1) * FACTOR
 
 
-@spelling(arguments="x router bias", results="spread")
-def threshold_of_the_last(x, router, bias):
-    """Everything not below the k-th best choice stays; the renormalised weights are a dense row."""
-    scores = torch.einsum("btd,ed->bte", x, router).flatten(0, 1).sigmoid()
-    choice = scores + bias
-    floor = torch.topk(choice, CHOSEN, dim=-1).values[:, -1:]
-    kept = torch.where(choice >= floor, scores, torch.zeros_like(scores))
-    return FACTOR * kept / kept.sum(-1, keepdim=True)
-
-
 @spelling()
 def best_one_after_another(logits, bias):
     """k rounds of argmax, each taking its winner out of the race."""

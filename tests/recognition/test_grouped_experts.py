@@ -7,20 +7,12 @@ from expert_programs import compiled, near_misses, spellings
 from running import relative_error, run
 
 OPERATOR = "grouped_experts"
-NOT_YET = {
-    "every_pair_by_itself": "tokens and experts are read as numbers: one product for each, no index",
-}
-
-# Tracing a product for each pair takes long.
-SLOW = {"every_pair_by_itself"}
 
 
 def at_lengths(programs):
     for name, program in programs.items():
-        reason = NOT_YET.get(name)
-        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        for length in program.lengths[: 1 if name in SLOW else None]:
-            yield pytest.param(program, length, id=f"{name}-{length}", marks=marks)
+        for length in program.lengths:
+            yield pytest.param(program, length, id=f"{name}-{length}")
 
 
 def random(*shape, seed=0):

@@ -6,18 +6,13 @@ from expert_programs import compiled, near_misses, spellings
 from running import relative_error, run
 
 OPERATOR = "moe_gating_top_k"
-NOT_YET = {
-    "threshold_of_the_last": "where experts tie for the last place the mask keeps all of them, the operator k",
-}
 BIAS = torch.randn(20, generator=torch.Generator().manual_seed(1)) * 0.3
 
 
 def at_lengths(programs):
     for name, program in programs.items():
-        reason = NOT_YET.get(name)
-        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
         for length in program.lengths:
-            yield pytest.param(program, length, id=f"{name}-{length}", marks=marks)
+            yield pytest.param(program, length, id=f"{name}-{length}")
 
 
 def random(*shape, seed=0):
