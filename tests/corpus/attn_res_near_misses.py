@@ -108,3 +108,31 @@ def query_of_each_token(bank, prefix, query, norm):
     values = sources_of(bank, prefix)
     logits = torch.einsum("btnd,btd->btn", normed(values) * norm, prefix * query)
     return mixed(logits.softmax(-1), values)
+
+
+def frozen_phase(bank, folded):
+    """Logits of the frozen sums, the largest, the exponentials' total and what they mix."""
+    logits = normed(bank) @ folded
+    highest = logits.amax(-1)
+    parts = (logits - highest.unsqueeze(-1)).exp()
+    return highest, parts.sum(-1), mixed(parts, bank)
+
+
+@near_miss()
+def running_sum_joins_another_maximum(bank, prefix, query, norm):
+    """Two phases: what the frozen sums mix is not scaled down to the common maximum, as their total is."""
+    highest, total, frozen = frozen_phase(bank, query[0] * norm)
+    logit = normed(prefix) @ (query[0] * norm)
+    top = torch.maximum(highest, logit)
+    old, new = (highest - top).exp().unsqueeze(-1), (logit - top).exp().unsqueeze(-1)
+    return (frozen + new * prefix) / (old * total.unsqueeze(-1) + new)
+
+
+@near_miss()
+def running_sum_weighed_by_itself(bank, prefix, query, norm):
+    """Two phases: the running sum's logit is taken of the row as it is, not of the normed one."""
+    highest, total, frozen = frozen_phase(bank, query[0] * norm)
+    logit = prefix @ (query[0] * norm)
+    top = torch.maximum(highest, logit)
+    old, new = (highest - top).exp().unsqueeze(-1), (logit - top).exp().unsqueeze(-1)
+    return (old * frozen + new * prefix) / (old * total.unsqueeze(-1) + new)

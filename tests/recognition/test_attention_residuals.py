@@ -21,15 +21,7 @@ from operands import EPS, operands
 
 SPELT = {name: program for name, program in SPELLINGS.items() if program.operator == "attn_res"}
 MISSED = {name: program for name, program in NEAR_MISSES.items() if program.operator == "attn_res"}
-UNKNOWN = {"two_phases": "the author has the two phases already, with all queries in one softmax by hand"}
 OURS = {"attn_res_prepare", "attn_res_update"}
-
-
-def known(names):
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=UNKNOWN[name])) if name in UNKNOWN else name
-        for name in names
-    ]
 
 
 def assert_equals_eager(result, tolerance=1e-5):
@@ -45,7 +37,7 @@ def ours(result):
 
 
 @pytest.mark.parametrize("length", [1, 7])
-@pytest.mark.parametrize("name", known(SPELT))
+@pytest.mark.parametrize("name", SPELT)
 def test_spelling(name, length):
     program = SPELT[name]
     result = run(program.fn, *operands(program, length, torch.float32), stable=False)
@@ -53,7 +45,7 @@ def test_spelling(name, length):
     assert_equals_eager(result)
 
 
-@pytest.mark.parametrize("name", [name for name, program in SPELT.items() if program.half and name not in UNKNOWN])
+@pytest.mark.parametrize("name", [name for name, program in SPELT.items() if program.half])
 def test_spelling_in_bfloat16(name):
     program = SPELT[name]
     result = run(program.fn, *operands(program, 7, torch.bfloat16), stable=False)

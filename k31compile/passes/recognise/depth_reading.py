@@ -1,6 +1,7 @@
 """One way to read a region as an attention over depth: samples, comparison, operators (K3.1 spec 2.2)."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _HIDES |= {ATEN.where.ScalarOther, ATEN.where.Scalar}
 _LARGE, _SMALL = 16, (5, 3, 7)
 _QUERIES = (1.0, 30.0, 1e-2, 1.0, 1e3, 0.3)
 _DECADES = (1.0, 4.0, 0.3, 8.0, 2.0, 0.0)
+_VECTORS, _MOST_VECTORS = 2, 6
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,10 @@ class DepthReading(Reading):
             shape = shape_under(weight, self._substitution)
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
             sample[weight] = values * (_QUERIES[trial % 6] if i == 0 else 1.0)
+        for leaf in self.region.leaves:
+            if leaf not in sample:  # a vector of another query, which must not matter
+                shape = shape_under(leaf, self._substitution)
+                sample[leaf] = torch.randn(shape, generator=generator, dtype=torch.float64)
         return sample
 
     def judge(self, sample: Values, outputs: Sequence[torch.Tensor]) -> float:
@@ -222,7 +228,15 @@ def depth_readings(name: str, flow: Dataflow, region: Region, leaves: Sequence[f
         last = sources[-1] if partial is not None else None
         for eps in _eps(region):
             for scale in _scales(region, width):
-                yield DepthReading(name, region, sources, last, weights, eps, scale)
+                for chosen in _vectors(weights):
+                    yield DepthReading(name, region, sources, last, chosen, eps, scale)
+
+
+def _vectors(weights: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
+    """The vectors whose product may be the query: two, or one; where several queries are met at once there are more."""
+    if len(weights) > _MOST_VECTORS:
+        return []
+    return [chosen for count in (_VECTORS, 1) for chosen in itertools.combinations(weights, count)]
 
 
 def _axes(leaves: Sequence[fx.Node], out: fx.Node) -> Iterator[tuple[Source, ...]]:
