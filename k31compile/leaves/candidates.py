@@ -46,7 +46,10 @@ _DECLARED: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyD
 
 @dataclass(frozen=True)
 class Candidate:
-    """A function that may become a leaf; `why` is shipped, learned or declared, `operator` what a declaration said."""
+    """A function that may become a leaf.
+
+    `why` is shipped, learned, declared or nested loops; `operator` what a declaration said.
+    """
 
     function: types.FunctionType
     why: str

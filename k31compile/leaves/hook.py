@@ -26,17 +26,20 @@ from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.call import Call
 from k31compile.leaves.candidates import Candidate, candidates_of
 from k31compile.leaves.globals import line_of
-from k31compile.leaves.guarding import install_guards
+from k31compile.leaves.guarding import guard_reads, install_guards
 from k31compile.leaves.leaf import Leaf
 from k31compile.leaves.reach import reachable
 from k31compile.leaves.recall import form_of
 from k31compile.leaves.situation import refuse_situation
+from k31compile.leaves.source import examine
 from k31compile.loops import node_budget
 from k31compile.options import Options
 from k31compile.report import Refusal
 from k31compile.skipped import tell_of_skipped
+from k31compile.slices.cut import Slice
 from k31compile.slices.form import OPERATOR as SLICED
 from k31compile.slices.hook import Cuts, answering
+from k31compile.slices.reach import Reach
 
 Handler = Callable[..., Any]
 
@@ -105,7 +108,7 @@ def install(is_ours: Callable[[Any], Mapping[str, Any] | None]) -> None:
         frame["code"] = session.cuts.code(frame["code"])
         with (
             _session(session),
-            answering(session.cuts),
+            answering(session.cuts, _answer_whole),
             node_budget(session.options.node_budget),
             tell_of_skipped(frame["code"], lambda: session.cuts.reasons),
         ):
@@ -124,7 +127,7 @@ def _begin(frame: Mapping[str, Any], options: Mapping[str, Any] | None) -> Sessi
         return None  # the backend says what is wrong with them
     functions = list(reachable(frame["code"], frame["globals"], frame["locals"], frame["closure"] or ()))
     own = types.FunctionType(frame["code"], frame["globals"], closure=frame["closure"] or None)
-    cuts = Cuts.of([own, *functions] if chosen.fuses(SLICED) else ())
+    cuts = Cuts.of([own, *functions], with_experts=chosen.fuses(SLICED))
     return Session(chosen, candidates_of(functions, chosen.cache is not False), functions, cuts)
 
 
@@ -216,6 +219,26 @@ def _put_leaf(variable: Any, tx: Any, leaf: Leaf, seen: _Seen) -> Any:
     install_guards(variable.source, leaf.candidate.source)
     proxies = tuple(seen.proxies[name] for name in seen.call.tensors)
     return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", leaf.target(), proxies, {}))
+
+
+def _answer_whole(one: Slice, tx: Any, arguments: Mapping[str, Any]) -> Any:
+    """One node for a function of many loops, where it is confirmed, whatever its name; else None."""
+    session = current()
+    if session is None or one.function in session.candidates:
+        return None
+    try:
+        candidate = Candidate(one.function, "nested loops", examine(one.function))
+        seen = _seen(candidate, (), arguments)
+        form = form_of(candidate, seen.call, stored=session.options.cache is not False)
+        if not session.options.fuses(form.operator):
+            return None
+        assert candidate.source is not None
+        guard_reads(Reach(tx, arguments).global_named, candidate.source)
+        proxies = tuple(seen.proxies[name] for name in seen.call.tensors)
+        target = Leaf(seen.call, form, candidate).target()
+        return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, proxies, {}))
+    except Unfit:
+        return None
 
 
 def _inlined(variable: Any, tx: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from k31compile.slices.syntax import (
     asks_the_data,
     has_loop,
     has_private_names,
+    loop_depth,
     masks_in,
     may_move,
     names_assigned_for_sure,
@@ -34,6 +35,8 @@ from k31compile.slices.syntax import (
 )
 
 _MOST_STARTS = 16
+# Over requests, tokens and heads: a rule of tokens written number by number, which no traced graph shows.
+_DEEP, _FEWEST_PARAMETERS = 3, 5
 _ANSWER = "__k31_answer"
 _LOOPING = ("FOR_ITER", "JUMP_BACKWARD")
 _FUTURES = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
@@ -45,7 +48,7 @@ _known: dict[tuple[types.CodeType, str, int], tuple[Cut | None, dict[str, Any]]]
 class Slice:
     """Statements as a function of what they read; its parameters are the names, in order.
 
-    `name` is that of the whole function, `where` the place of its loop.
+    `name` is that of the whole function, `where` the place of its loop; `whole` where the statements are all of it.
     """
 
     function: types.FunctionType
@@ -53,6 +56,7 @@ class Slice:
     name: str
     where: str
     line: int
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,10 @@ class Cut:
 
 
 def cut_code(function: types.FunctionType) -> Cut | None:
-    """The function cut around its loop over data; None where there is none, or where it cannot be cut safely."""
+    """The function cut around its loop over data, or in front of loops inside loops inside loops.
+
+    None where there is none, or where it cannot be cut safely.
+    """
     code = function.__code__
     if not _may_loop_over_data(code):
         return None
@@ -72,7 +79,12 @@ def cut_code(function: types.FunctionType) -> Cut | None:
     if key not in _known:
         definition = _definition_of(function)
         # What is kept with it keeps the globals alive, so that their identity stays theirs.
-        _known[key] = (_Cutter(function, definition).cut() if definition else None, function.__globals__)
+        cut = None
+        if definition is not None:
+            has_deep_loops = loop_depth(definition) >= _DEEP and code.co_argcount >= _FEWEST_PARAMETERS
+            cutter = _Cutter(function, definition)
+            cut = cutter.cut() or (cutter.ask_first() if has_deep_loops else None)
+        _known[key] = (cut, function.__globals__)
     return _known[key][0]
 
 
@@ -147,6 +159,27 @@ class _Cutter:
         if not self.slices:
             return None
         block[:] = changed
+        return self._compiled_cut()
+
+    def ask_first(self) -> Cut | None:
+        """The function with one question in front, about all of it."""
+        arguments = self.definition.args
+        if arguments.vararg or arguments.kwarg or not all(may_move(one, last=True) for one in self.definition.body):
+            return None
+        named = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        name, place = f"__k31_slice_{next(_numbers)}", self.definition.body[0]
+        where = f"{line_of(self.function)}"
+        self.slices = {name: Slice(self.function, tuple(named), self.function.__qualname__, where, place.lineno, True)}
+        given = ", ".join(named)
+        self.definition.body[:0] = _parse(
+            f"def {name}({given}):\n    return None\n"
+            f"{_ANSWER} = {name}({given})\n"
+            f"if {_ANSWER} is not None:\n    return {_ANSWER}",
+            place,
+        )
+        return self._compiled_cut()
+
+    def _compiled_cut(self) -> Cut | None:
         code = _compiled(self.function, self.definition)
         plain = self.function.__code__
         if code is None or (code.co_freevars, code.co_cellvars) != (plain.co_freevars, plain.co_cellvars):

@@ -7,7 +7,7 @@ Dynamo meets what the author wrote.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,8 @@ from k31compile.slices.held import Held
 from k31compile.slices.leaf import SliceLeaf
 from k31compile.slices.reach import Reach, are_distinct, value_of
 
+AnswerWhole = Callable[[Slice, Any, Mapping[str, Any]], Any]
+
 _confirmed: dict[str, Form] = {}
 _denied: dict[str, str] = {}
 
@@ -45,10 +47,12 @@ class Cuts:
         return {where: str(refusal) for where, refusal in self.refusals.items()}
 
     @staticmethod
-    def of(functions: Iterable[types.FunctionType]) -> Cuts:
-        """The cuts of those functions that can be cut."""
+    def of(functions: Iterable[types.FunctionType], with_experts: bool) -> Cuts:
+        """The cuts of those functions that can be cut; of experts' loops only where they are asked for."""
         cuts = {function.__code__: cut_code(function) for function in functions}
-        return Cuts({code: cut for code, cut in cuts.items() if cut is not None})
+        found = {code: cut for code, cut in cuts.items() if cut is not None}
+        wanted = {code for code, cut in found.items() if with_experts or all(one.whole for one in cut.slices.values())}
+        return Cuts({code: cut for code, cut in found.items() if code in wanted})
 
     def code(self, code: types.CodeType) -> types.CodeType:
         """What to trace for some code."""
@@ -62,8 +66,11 @@ class Cuts:
 
 
 @contextmanager
-def answering(cuts: Cuts) -> Iterator[None]:
-    """Trace functions as they were cut, and answer their questions, while Dynamo traces inside the block."""
+def answering(cuts: Cuts, answer_whole: AnswerWhole) -> Iterator[None]:
+    """Trace functions as they were cut, and answer their questions, while Dynamo traces inside the block.
+
+    `answer_whole` answers for a function that is asked about as a whole: what it computes, or None.
+    """
     if not cuts.by_code:
         yield
         return
@@ -76,7 +83,10 @@ def answering(cuts: Cuts) -> Iterator[None]:
         one = cuts.question(self.get_code())
         if one is None:
             return plain_call(self, tx, args, kwargs)
-        return _answer(cuts, one, tx, dict(zip(one.parameters, args, strict=True)))
+        arguments = dict(zip(one.parameters, args, strict=True))
+        if one.whole:
+            return answer_whole(one, tx, arguments) or ConstantVariable.create(None)
+        return _answer(cuts, one, tx, arguments)
 
     own_call = NestedUserFunctionVariable.__dict__.get("call_function")
     plain_call = NestedUserFunctionVariable.call_function

@@ -91,7 +91,7 @@ class Reach:
             method = AttrSource(self._source(place[:-1]), str(place[-1]))
             plain = method if function in call.held.static else AttrSource(method, "__func__")
             install_guards(plain, call.sources[function])
-        guard_reads(self._global, call.sources[call.slice.function])
+        guard_reads(self.global_named, call.sources[call.slice.function])
 
     def _source(self, place: Place) -> Any:
         source = self.at(place).source
@@ -99,7 +99,7 @@ class Reach:
             raise Unfit(f"{text_of(place)} was made while tracing, and cannot be guarded")
         return source
 
-    def _global(self, name: str) -> Any:
+    def global_named(self, name: str) -> Any:
         """The source of a global that the slice reads: of the frame, or of the function that is traced into."""
         function = getattr(self.tx, "funcvar", None)
         if function is None:

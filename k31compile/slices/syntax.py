@@ -68,6 +68,12 @@ def has_loop(node: ast.AST) -> bool:
     return any(isinstance(part, _LOOPS) for part in ast.walk(node))
 
 
+def loop_depth(node: ast.AST) -> int:
+    """How many loops stand inside each other."""
+    inner = max((loop_depth(part) for part in ast.iter_child_nodes(node)), default=0)
+    return inner + isinstance(node, ast.For)
+
+
 def masks_in(nodes: Iterable[ast.AST]) -> frozenset[str]:
     """Names that are assigned something with a comparison in it."""
     found: set[str] = set()

@@ -12,13 +12,19 @@ from expert_loops import WIDTH
 
 import k31compile
 from k31compile import notes
+from k31compile.leaves import known
+from k31compile.leaves.known import KNOWN
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """Fresh compiler state, and every sentence is told again."""
+def fresh(tmp_path, monkeypatch):
+    """Fresh compiler state, no knowledge of an earlier test, and every sentence is told again."""
+    monkeypatch.setattr(known, "_folder", lambda: tmp_path / "functions")
     monkeypatch.setattr(notes, "_logged", set())
     torch._dynamo.reset()
+    KNOWN.forget()
+    yield
+    KNOWN.forget()
 
 
 @pytest.fixture
