@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -35,8 +36,8 @@ class Denied(Exception):
         self.trials = trials
 
 
-def confirm_call(call: Call, source: Source, chunked: bool | None = None) -> Form:
-    """The form that a call has, confirmed.
+def confirm_call(call: Call, source: Source, chunked: bool | None = None, most: int | None = None) -> Form:
+    """The form that a call has, confirmed; of the ways to tell its arguments apart `most`, the likeliest first.
 
     Raises:
         Unfit: the call, or the function, cannot be a leaf.
@@ -46,7 +47,7 @@ def confirm_call(call: Call, source: Source, chunked: bool | None = None) -> For
     if largest > LONGEST:
         raise Unfit(f"it holds the number {largest}, and lengths beyond {LONGEST} are not tried")
     with alone():
-        return _Trial(call, source, chunked).confirmed()
+        return _Trial(call, source, chunked).confirmed(most)
 
 
 def agrees(form: Form, call: Call) -> bool:
@@ -77,9 +78,9 @@ class _Trial:
         self.memo: Memo = {}
         self.furthest = Denied("its arguments cannot be told apart as q, k, v, gate and beta by their shapes")
 
-    def confirmed(self) -> Form:
+    def confirmed(self, most: int | None) -> Form:
         """The first form that holds at every length."""
-        forms = list(forms_of(self.call, self.source, self.chunked))
+        forms = list(itertools.islice(forms_of(self.call, self.source, self.chunked), most))
         if not forms:
             raise self.furthest
         step = self._step(forms)

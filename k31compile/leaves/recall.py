@@ -13,6 +13,8 @@ from k31compile.leaves.known import KNOWN
 
 log = logging.getLogger("k31compile")
 
+_FEW_FORMS = 12
+
 _checked: list[Form] = []
 
 
@@ -35,12 +37,15 @@ def form_of(candidate: Candidate, call: Call, stored: bool) -> Form:
                 "%s is not what an earlier process remembers, and is confirmed anew", source.functions[0].__name__
             )
             known.forms[key].remove(form)
-    sizes = f"{key} {[str(tensor.shape[-1]) for tensor in call.tensors.values() if tensor.dim()]}"
+    kind = "few: " if candidate.why == "nested loops" else ""
+    sizes = f"{kind}{key} {[str(tensor.shape[-1]) for tensor in call.tensors.values() if tensor.dim()]}"
     if sizes in known.refused:
         raise Unfit(known.refused[sizes])
+    # Loops of any purpose are tried: what is none of our rules must not take long to be found so.
+    most = _FEW_FORMS if candidate.why == "nested loops" else None
     chunked = candidate.operator.endswith("chunk") if candidate.operator else None
     try:
-        form = confirm_call(call, source, chunked)
+        form = confirm_call(call, source, chunked, most)
     except (Unfit, Denied) as refusal:
         known.refused[sizes] = str(refusal)
         if stored:
