@@ -74,6 +74,30 @@ def same_size_base(node: fx.Node) -> fx.Node:
     return node
 
 
+def share_equal_views(graph: fx.Graph) -> None:
+    """Let the readers of a view read its first equal, where nothing was written in between.
+
+    An author who writes `cache[:, :end]` twice means one value, and a region has one leaf for it. Views that leave the
+    graph stay: who receives two tensors may do with each what he likes.
+    """
+    known: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if _writes(node):
+            known.clear()
+        if node.target not in _VIEWS - COPIES or any(user.op == "output" for user in node.users):
+            continue
+        first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+
+
+def _writes(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    return node.op in ("call_module", "call_method")
+
+
 def may_alias(node: fx.Node) -> bool:
     """Whether the node's value may share memory with its first argument."""
     if node.target in COPIES:

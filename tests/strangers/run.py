@@ -13,6 +13,7 @@ import gated_norms
 import indexers
 import kda_chunks
 import kda_steps
+import plain_weights
 import routers
 import short_convs
 import sparse_attentions
@@ -20,7 +21,7 @@ from stranger import TOLERANCE, Stranger, measure
 
 FILES = (
     kda_steps, gated_delta, short_convs, gated_norms, indexers, sparse_attentions,
-    routers, expert_blocks, attn_residuals, kda_chunks,
+    routers, expert_blocks, attn_residuals, kda_chunks, plain_weights,
 )  # fmt: skip
 
 

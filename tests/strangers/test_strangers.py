@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common_bugs import NEAR_MISSES, adversaries_of
+from plain_weights import BUGS
 from run import all_strangers
 from stranger import TOLERANCE, Stranger, distance, measure
 
@@ -31,7 +32,7 @@ def test_a_stranger_is_fused(stranger: Stranger):
     "stranger",
     [
         pytest.param(s, id=s.name, marks=[pytest.mark.slow] if s.name.startswith(SLOW_KINDS) else [])
-        for s in NEAR_MISSES
+        for s in (*NEAR_MISSES, *BUGS)
     ],
 )
 def test_a_bug_keeps_its_numbers(stranger: Stranger):
@@ -51,7 +52,7 @@ def test_every_bug_differs_from_what_is_right():
     again = {"one-hot rows of biased scores", "a logsumexp before the mask", "a logsumexp over the heads"}
     by_kind: dict[str, list] = {}
     # Spellings of a bug that is there in another spelling too.
-    for stranger in (one for one in NEAR_MISSES if one.name.split(": ")[1] not in again):
+    for stranger in (one for one in (*NEAR_MISSES, *BUGS) if one.name.split(": ")[1] not in again):
         torch.manual_seed(7)
         function, arguments = stranger.build()
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from torch import fx
 
+from k31compile.graph.views import share_equal_views
 from k31compile.options import Options
 from k31compile.passes.recognise.engine import recognise
 from k31compile.passes.recognise.sparse_flash_attention import SparseFlashAttentionRecogniser
@@ -30,5 +31,6 @@ def fuse_sparse_flash_attention(module: fx.GraphModule, options: Options) -> Pas
         the attention weights are read by anyone else;
         something else than a softmax weighs the values.
     """
+    share_equal_views(module.graph)
     findings = recognise(module, SparseFlashAttentionRecogniser())
     return PassResult(findings.fused, findings.refused, findings.confirmations)

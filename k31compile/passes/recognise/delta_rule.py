@@ -34,7 +34,7 @@ from k31compile.passes.recognise.delta_reading import (
 )
 from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.gates import GateForm, is_flat_gate
-from k31compile.passes.recognise.operands import weight_operands, with_plain_integers
+from k31compile.passes.recognise.operands import matrix_operands, with_plain_integers
 
 _MOST_EXITS = 8
 _MOST_READINGS = 288
@@ -208,7 +208,7 @@ def _is_pairwise(flow: Dataflow, node: fx.Node) -> bool:
     while True:
         varying = [source for source in flow.inputs[node] if source not in flow.constants]
         if is_contraction(node):
-            return len(varying) > 1 and not weight_operands(flow).intersection(operands_of(node))
+            return len(varying) > 1 and not matrix_operands(flow).intersection(operands_of(node))
         if len(varying) != 1:
             return False
         node = varying[0]

@@ -27,6 +27,7 @@ from k31compile.passes.recognise.operands import (
     Dense,
     FlatHeads,
     Paged,
+    matrix_operands,
     paged_source,
     weight_operands,
     with_plain_integers,
@@ -56,15 +57,16 @@ class LightningIndexerRecogniser(Recogniser):
                 f"the selection runs over dimension {selection.dim} of a tensor {list(shape_of(selection.scores))}: "
                 "the heads are not summed before it"
             )
-        plain = list(self._plain_demands(flow, selection))
+        plain = list(self._plain_demands(flow, selection, weight_operands(flow)))
+        if matrix_operands(flow) != weight_operands(flow):
+            plain += self._plain_demands(flow, selection, matrix_operands(flow))
         yield from plain
         for demand in plain:
             sizes = [_sizes(scores, selection) for scores in _readings_of_scores(selection)]
             for mask in dict.fromkeys(mask for size in sizes for mask in mask_inputs(flow, demand.core, size)):
                 yield replace(demand, kept=(mask,))
 
-    def _plain_demands(self, flow: Dataflow, selection: Selection) -> Iterator[Demand]:
-        weights = weight_operands(flow)
+    def _plain_demands(self, flow: Dataflow, selection: Selection, weights: set[fx.Node]) -> Iterator[Demand]:
         # What marks empty slots may read positions by another way than what hides keys does.
         marks = flow.between([selection.anchor], [selection.final]) | {selection.anchor, selection.final}
         for depth in (1, 2, 3):
@@ -128,12 +130,15 @@ class LightningIndexerRecogniser(Recogniser):
                 )
 
     def resembles(self, flow: Dataflow, anchor: fx.Node) -> bool:
-        """Nothing but activations is contracted in the last step above the selection: a router has a weight there."""
+        """Activations are contracted with each other in the last step above the selection: a router has weights there.
+
+        The weights of the heads, which come from a projection, are as near.
+        """
         selection = selection_of(flow, anchor)
         assert selection is not None
-        weights = weight_operands(flow)
+        weights = matrix_operands(flow)
         near = contractions_at_depth(flow, selection.scores, 1)
-        return bool(near) and not any(weights.intersection(operands(node)) for node in near)
+        return any(not weights.intersection(operands(node)) for node in near)
 
     def hint(self, reason: str) -> str:
         """What to change."""

@@ -9,7 +9,8 @@ from torch import fx
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout
 from k31compile.graph.sizes import Substitution, is_float, is_integer, numel_of, shape_of, shape_under, value_of
-from k31compile.graph.views import is_view, same_size_base
+from k31compile.graph.views import behind_views_and_casts, is_view, same_size_base
+from k31compile.passes.recognise.contractions import operands
 
 Values = Mapping[fx.Node, torch.Tensor]
 
@@ -188,6 +189,40 @@ def weight_operands(flow: Dataflow) -> set[fx.Node]:
         return found | {node.args[1] for node in linears if isinstance(node.args[1], fx.Node)}
 
     return flow.remember("weight operands", find)
+
+
+def matrix_operands(flow: Dataflow) -> set[fx.Node]:
+    """The weight operands, and what looks like one where an author passes his weights as plain arguments.
+
+    That is an input of the graph, possibly transposed or with its heads merged, which is multiplied with a computed
+    value and is the same for all of its rows. A matrix of keys may look so too: who asks must not depend on it.
+    """
+
+    def find() -> set[fx.Node]:
+        guessed = {
+            operand
+            for node in flow.nodes
+            if node.target in (ATEN.matmul.default, ATEN.einsum.default)
+            for operand in operands(node)[-1:]
+            if _is_given(operand) and not any(_is_given(other) for other in operands(node)[:-1])
+            if _serves_all_rows(node, operand)
+        }
+        return weight_operands(flow) | guessed
+
+    return flow.remember("matrix operands", find)
+
+
+def _is_given(node: fx.Node) -> bool:
+    return behind_views_and_casts(node).op == "placeholder"
+
+
+def _serves_all_rows(product: fx.Node, last: fx.Node) -> bool:
+    """Whether the last operand has no dimension for the rows, or requests, of the first: those of keys have one."""
+    if product.target is ATEN.matmul.default:
+        return len(shape_of(last)) == 2 and len(shape_of(product)) > 2
+    inputs, _, output = str(product.args[0]).replace(" ", "").partition("->")
+    *others, mine = inputs.split(",")
+    return len(others) == 1 and "." not in inputs and others[0][0] in output and others[0][0] not in mine
 
 
 def spread(shape: Sequence[int], generator: torch.Generator, decades: float, dims: int) -> torch.Tensor:
