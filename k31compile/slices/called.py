@@ -39,7 +39,6 @@ class CalledExperts(ExpertsReading):
         self.call, self.roles, self.lead, self.numbers, self.trials = call, roles, lead, numbers, trials
         self.tokens, self.small = math.prod(lead), small
         self.nodes = self._nodes()
-        self.result: torch.Tensor | None = None
         gate, up, down = map(self._projection, roles.projections)
         rows = self.nodes[roles.rows.x], self.nodes[roles.rows.experts], self.nodes[roles.rows.weights]
         operands = ExpertOperands(*rows, gate, up, down)

@@ -16,10 +16,10 @@ from k31compile.leaves.confirm import Denied
 from k31compile.leaves.results import compare_rounding
 from k31compile.slices.call import SliceCall
 from k31compile.slices.called import CalledExperts, real_shapes
-from k31compile.slices.counting import Counting, Scale, count_of, countings, refuse_large_numbers, scales, tokens_to_try
+from k31compile.slices.counting import Counting, Scale, countings, refuse_large_numbers, scales, tokens_to_try
 from k31compile.slices.form import Evidence, Form
 from k31compile.slices.held import Place
-from k31compile.slices.roles import Roles, roles_of
+from k31compile.slices.roles import Roles, count_of, roles_of
 
 _MOST_READINGS = 64
 _CANNOT = "its tokens [.., L], experts and weights [.., k], with two or three matrices an expert, cannot be told apart"
@@ -134,7 +134,7 @@ def _check_at_real_sizes(form: Form, call: SliceCall, counting: Counting, roles:
     lead = counting.lead(tokens)
     generator = torch.Generator().manual_seed(29)
     values = {place: tensors[place].detach() for place in shapes}
-    order = torch.randperm(count_of(call, roles), generator=generator)
+    order = torch.randperm(count_of(call, roles.gate.places), generator=generator)
     for place in (form.x, form.experts, form.weights):
         flat = lead if tensors[place].dim() > 2 else (tokens,)
         shape = (*flat, hint(tensors[place].shape[-1]))

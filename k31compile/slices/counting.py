@@ -18,7 +18,7 @@ from k31compile.slices.call import Numbers, SliceCall
 from k31compile.slices.called import real_shapes, small_ends
 from k31compile.slices.form import Counted
 from k31compile.slices.held import Place
-from k31compile.slices.roles import Roles
+from k31compile.slices.roles import Roles, count_of
 
 _TOKENS = 7
 _FEW = 64
@@ -98,19 +98,13 @@ def tokens_to_try(call: SliceCall, roles: Roles, counting: Counting, scale: Scal
     if counting.only:
         return [math.prod(counting.only)]
     slots = hint(call.held.tensors[roles.rows.experts].shape[-1])
-    many = max(_TOKENS, -(-count_of(call, roles) // slots))
+    many = max(_TOKENS, -(-count_of(call, roles.gate.places) // slots))
     boundaries = sorted(_boundaries(call, counting, scale))
     most = _most_tokens(call, roles, scale)
     if boundaries and boundaries[-1] > most:
         raise Mismatch(f"it holds the number {boundaries[-1]}, and so many tokens are not tried with such experts", 0)
     around = [n for number in boundaries for n in (number, number + 1, 2 * number + 3) if n > 0]
     return list(dict.fromkeys([many, 1, 2, 12, *around]))
-
-
-def count_of(call: SliceCall, roles: Roles) -> int:
-    """How many experts there are."""
-    places = roles.gate.places
-    return len(places) if len(places) > 1 else hint(call.held.tensors[places[0]].shape[0])
 
 
 def _boundaries(call: SliceCall, counting: Counting, scale: Scale) -> set[int]:
@@ -141,7 +135,11 @@ def _sizes(call: SliceCall, roles: Roles) -> set[int]:
     tensors = call.held.tensors
     _, shapes = real_shapes(roles, tensors)
     sizes = {size for shape in shapes.values() for size in shape}
-    return sizes | {hint(tensors[roles.rows.experts].shape[-1]), count_of(call, roles), *(n // 2 for n in sizes)}
+    return sizes | {
+        hint(tensors[roles.rows.experts].shape[-1]),
+        count_of(call, roles.gate.places),
+        *(n // 2 for n in sizes),
+    }
 
 
 def _smaller_numbers(call: SliceCall, roles: Roles) -> Numbers:
@@ -149,7 +147,7 @@ def _smaller_numbers(call: SliceCall, roles: Roles) -> Numbers:
     tensors = call.held.tensors
     real, less = small_ends(roles, tensors)
     smaller = _told_apart([*zip(real, less, strict=True), (2 * real[1], 2 * less[1])])
-    others = {count_of(call, roles), hint(tensors[roles.rows.experts].shape[-1])}
+    others = {count_of(call, roles.gate.places), hint(tensors[roles.rows.experts].shape[-1])}
     held = call.held.constants.items()
     found = {place: value for place, value in held if type(value) is int and value in smaller and value not in others}
     return {place: smaller[value] for place, value in found.items() if smaller[value] != value}

@@ -73,11 +73,9 @@ def cut_code(function: types.FunctionType) -> Cut | None:
     None where there is none, or where it cannot be cut safely.
     """
     code = function.__code__
-    if not _may_loop_over_data(code):
-        return None
     key = (code, code.co_filename, id(function.__globals__))
     if key not in _known:
-        definition = _definition_of(function)
+        definition = _definition_of(function) if _may_loop_over_data(code) else None
         # What is kept with it keeps the globals alive, so that their identity stays theirs.
         cut = None
         if definition is not None:

@@ -48,7 +48,7 @@ class Roles:
 def roles_of(call: SliceCall) -> Iterator[Roles]:
     """Every way to read the tensors of a call by type and shape."""
     for rows, sources in itertools.product(_rows_of(call), _sources_of(call)):
-        if rows.spread and hint(call.held.tensors[rows.weights].shape[-1]) != _count(call, sources):
+        if rows.spread and hint(call.held.tensors[rows.weights].shape[-1]) != count_of(call, sources[0]):
             continue
         tokens = (rows.x, rows.experts, rows.weights)
         nodes = _flat_nodes(call, tokens, sources)
@@ -101,10 +101,9 @@ def _rows_of(call: SliceCall) -> Iterator[Rows]:
                 yield Rows(x, experts, weights, spread=True)
 
 
-def _count(call: SliceCall, sources: Sequence[tuple[Place, ...]]) -> int:
-    """How many experts these sources are for."""
-    first = sources[0]
-    return len(first) if len(first) > 1 else hint(call.held.tensors[first[0]].shape[0])
+def count_of(call: SliceCall, source: tuple[Place, ...]) -> int:
+    """How many experts a stack, or a list of matrices, is for."""
+    return len(source) if len(source) > 1 else hint(call.held.tensors[source[0]].shape[0])
 
 
 def _sources_of(call: SliceCall) -> Iterator[list[tuple[Place, ...]]]:
