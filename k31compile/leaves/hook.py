@@ -171,11 +171,10 @@ def _call(variable: Any, tx: Any, /, *args: Any, **kwargs: Any) -> Any:
     candidate = session.candidates[variable.value] if session else None
     if session and candidate and variable.source is not None:
         try:
-            seen = _seen(candidate, args, kwargs)
-            form = form_of(candidate, seen.call, stored=session.options.cache is not False)
-            if not session.options.fuses(form.operator):
-                raise Unfit(f"{form.operator} is left out by options['fuse']")
-            return _put_leaf(variable, tx, Leaf(seen.call, form, candidate), seen)
+            leaf, seen = _leaf_for(session, candidate, args, kwargs)
+            assert candidate.source is not None
+            install_guards(variable.source, candidate.source)
+            return _put_leaf(tx, leaf, seen)
         except Unfit as unfit:
             session.refuse(candidate, str(unfit))
     return _inlined(variable, tx, args, kwargs)
@@ -214,9 +213,18 @@ def _seen(candidate: Candidate, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return _Seen(call, {name: by_identity[id(tensor)] for name, tensor in call.tensors.items()})
 
 
-def _put_leaf(variable: Any, tx: Any, leaf: Leaf, seen: _Seen) -> Any:
-    assert leaf.candidate.source is not None
-    install_guards(variable.source, leaf.candidate.source)
+def _leaf_for(
+    session: Session, candidate: Candidate, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Leaf, _Seen]:
+    """The confirmed leaf of a call that is wanted; raises Unfit where there is none."""
+    seen = _seen(candidate, args, kwargs)
+    form = form_of(candidate, seen.call, stored=session.options.cache is not False)
+    if not session.options.fuses(form.operator):
+        raise Unfit(f"{form.operator} is left out by options['fuse']")
+    return Leaf(seen.call, form, candidate), seen
+
+
+def _put_leaf(tx: Any, leaf: Leaf, seen: _Seen) -> Any:
     proxies = tuple(seen.proxies[name] for name in seen.call.tensors)
     return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", leaf.target(), proxies, {}))
 
@@ -227,16 +235,10 @@ def _answer_whole(one: Slice, tx: Any, arguments: Mapping[str, Any]) -> Any:
     if session is None or one.function in session.candidates:
         return None
     try:
-        candidate = Candidate(one.function, "nested loops", examine(one.function))
-        seen = _seen(candidate, (), arguments)
-        form = form_of(candidate, seen.call, stored=session.options.cache is not False)
-        if not session.options.fuses(form.operator):
-            return None
-        assert candidate.source is not None
-        guard_reads(Reach(tx, arguments).global_named, candidate.source)
-        proxies = tuple(seen.proxies[name] for name in seen.call.tensors)
-        target = Leaf(seen.call, form, candidate).target()
-        return wrap_fx_proxy(tx=tx, proxy=tx.output.create_proxy("call_function", target, proxies, {}))
+        source = examine(one.function)
+        leaf, seen = _leaf_for(session, Candidate(one.function, "nested loops", source), (), arguments)
+        guard_reads(Reach(tx, arguments).global_named, source)
+        return _put_leaf(tx, leaf, seen)
     except Unfit:
         return None
 

@@ -37,12 +37,13 @@ def form_of(candidate: Candidate, call: Call, stored: bool) -> Form:
                 "%s is not what an earlier process remembers, and is confirmed anew", source.functions[0].__name__
             )
             known.forms[key].remove(form)
-    kind = "few: " if candidate.why == "nested loops" else ""
-    sizes = f"{kind}{key} {[str(tensor.shape[-1]) for tensor in call.tensors.values() if tensor.dim()]}"
-    if sizes in known.refused:
-        raise Unfit(known.refused[sizes])
     # Loops of any purpose are tried: what is none of our rules must not take long to be found so.
     most = _FEW_FORMS if candidate.why == "nested loops" else None
+    sizes = (
+        f"{'few: ' if most else ''}{key} {[str(tensor.shape[-1]) for tensor in call.tensors.values() if tensor.dim()]}"
+    )
+    if sizes in known.refused:
+        raise Unfit(known.refused[sizes])
     chunked = candidate.operator.endswith("chunk") if candidate.operator else None
     try:
         form = confirm_call(call, source, chunked, most)
