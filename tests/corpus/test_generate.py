@@ -111,7 +111,9 @@ def test_dynamo_takes_a_drawn_spelling_whole(form, data):
     torch._dynamo.reset()
     captured = replace(program, fn=torch.compile(program.fn, backend="eager", fullgraph=True))
     (length,) = program.lengths
-    assert difference(run(captured, length, 0, torch.float32), expect(program, length, 0, torch.float32)) < 2e-5
+    # Beside itself in eager: which of equal scores a top-k keeps is its own business, not the definition's.
+    as_written = run(program, length, 0, torch.float32)
+    assert difference(run(captured, length, 0, torch.float32), as_written) < 2e-5
 
 
 @pytest.mark.parametrize(("form", "axis"), EACH_AXIS)

@@ -158,10 +158,12 @@ class _Search:
     def _attempt(self, anchor: fx.Node) -> _Found | Refusal | None:
         best = _Reason(0, "")
         try:
-            equal = self._try_equals(anchor)
+            # Looked for once: an equal region is asked for first, and most demands are dearer than that question.
+            demands, again = itertools.tee(self.recogniser.demands(self.flow, anchor))
+            equal = self._try_equals(anchor, demands)
             if equal is not None:
                 return equal
-            for demand in self.recogniser.demands(self.flow, anchor):
+            for demand in again:
                 outcome = self._try_demand(anchor, demand)
                 if isinstance(outcome, _Found):
                     return outcome
@@ -173,11 +175,11 @@ class _Search:
         hint = self.recogniser.hint(best.text)
         return Refusal(self.recogniser.name, best.text, source_line(anchor), hint, best.rank >= 2)
 
-    def _try_equals(self, anchor: fx.Node) -> _Found | None:
+    def _try_equals(self, anchor: fx.Node, demands: Iterable[Demand]) -> _Found | None:
         """A region equal to one that was found before: an equal layer's, at the cost of a walk."""
         if not self._kinds:
             return None
-        for demand in self.recogniser.demands(self.flow, anchor):
+        for demand in demands:
             for known in self._kinds.values():
                 region = find_equal_region(self.flow, known, demand.outputs)
                 outcome = self._try_region(anchor, region) if region is not None else None

@@ -65,14 +65,30 @@ def nearest_exits(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
 
 
 def rows_below(flow: Dataflow, anchor: fx.Node) -> list[fx.Node]:
-    """Rows below the experts within a window, the last first: where one router has several sets of experts."""
+    """Rows below the experts within a window, the last first: where one router has several sets of experts.
+
+    Rows behind another choice are another layer's, and their number is no router's business.
+    """
     near: set[fx.Node] = {anchor}
     front = [anchor]
     while front and len(near) < _WINDOW:
         front = [user for node in front for user in flow.users[node] if user not in near]
         near.update(front)
+    chosen = {node for node in near & other_choices(flow) if shape_of(node) != shape_of(anchor)}
+    near -= flow.descendants(chosen, stop=lambda node: node not in near)
     rows = [node for node in near if is_row(anchor, node) and node in flow.live and shape_of(node) != shape_of(anchor)]
     return flow.in_order(rows)[::-1] if len(rows) <= _MOST_ROWS else []
+
+
+def is_far_above(flow: Dataflow, anchor: fx.Node, node: fx.Node) -> bool:
+    """Whether the node was computed so long before the choice that a search for matrices need not go past it."""
+    return node.op == "call_function" and flow.position[node] < flow.position[anchor] - _WINDOW
+
+
+def other_choices(flow: Dataflow) -> set[fx.Node]:
+    """Softmaxes, and choices of the best: no expert's product holds one."""
+    targets = {ATEN.softmax.int, ATEN._softmax.default, ATEN.topk.default, ATEN.scaled_dot_product_attention.default}
+    return flow.remember("other choices", lambda: {node for node in flow.nodes if node.target in targets})
 
 
 def is_addition(node: fx.Node) -> bool:

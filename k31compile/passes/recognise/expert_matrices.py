@@ -14,6 +14,7 @@ from k31compile.graph.constants import COMPARISONS
 from k31compile.graph.dataflow import Dataflow
 from k31compile.graph.sizes import is_float, is_integer, shape_of
 from k31compile.graph.views import CASTS, behind_views_and_casts, is_view
+from k31compile.passes.recognise.expert_ends import is_far_above
 
 # A stack alone, or each expert's matrix in the order of the experts.
 Matrices = tuple[fx.Node, ...]
@@ -74,6 +75,8 @@ def body_above(
 
     def is_leaf(node: fx.Node) -> bool:
         if node is anchor or node in weights or node in single_matrices(flow):
+            return True
+        if is_far_above(flow, anchor, node):
             return True
         if node in inside or not is_float(node):
             return False

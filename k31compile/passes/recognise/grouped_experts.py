@@ -18,8 +18,10 @@ from k31compile.passes.recognise.engine import Demand, Recogniser, outside_users
 from k31compile.passes.recognise.expert_ends import (
     integers_behind,
     is_addition,
+    is_far_above,
     is_pairs,
     nearest_exits,
+    other_choices,
     refuse_biases,
     rows_below,
     starts_of,
@@ -115,7 +117,7 @@ class GroupedExpertsRecogniser(Recogniser):
             return False
         for out in nearest_exits(flow, anchor):
             inside = flow.between([anchor], [out]) - {anchor}
-            if inside & _other_choices(flow):
+            if inside & other_choices(flow):
                 return False  # what lies behind another choice is that one's: integers of an indexer end there
             if are_projections(_stacks_above(flow, anchor, out, inside)):
                 return True
@@ -156,12 +158,6 @@ def _demands_of_lists(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: set
         yield Demand((out,), frozenset(body), eligible, (anchor, *matrices, *weights), given=starts)
 
 
-def _other_choices(flow: Dataflow) -> set[fx.Node]:
-    """Softmaxes, and choices of the best: no expert's product holds one."""
-    targets = {ATEN.softmax.int, ATEN._softmax.default, ATEN.topk.default, ATEN.scaled_dot_product_attention.default}
-    return flow.remember("other choices", lambda: {node for node in flow.nodes if node.target in targets})
-
-
 def _matrices(flow: Dataflow) -> set[fx.Node]:
     """Tensors of the caller that may hold one matrix for each expert."""
 
@@ -174,7 +170,11 @@ def _matrices(flow: Dataflow) -> set[fx.Node]:
 def _stacks(flow: Dataflow, anchor: fx.Node) -> set[fx.Node]:
     """Those that are not the tokens [B, T, L] themselves."""
     rows = numel_of(anchor) // shape_of(anchor)[-1]
-    return {node for node in _matrices(flow) if is_parameter(node) or shape_of(node)[0] * shape_of(node)[1] != rows}
+
+    def find() -> set[fx.Node]:
+        return {node for node in _matrices(flow) if is_parameter(node) or shape_of(node)[0] * shape_of(node)[1] != rows}
+
+    return flow.remember(f"stacks that are not {rows} tokens", find)
 
 
 def _is_served(flow: Dataflow, anchor: fx.Node) -> bool:
@@ -262,7 +262,7 @@ def _body_of_stacks(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Colle
     stacks, starts = _stacks(flow, anchor), starts_of(flow, out, inside)
 
     def is_leaf(node: fx.Node) -> bool:
-        if node is anchor or node in starts:
+        if node is anchor or node in starts or is_far_above(flow, anchor, node):
             return True
         plain = is_float(node) and shape_of(node) in (shape_of(anchor), shape_of(out)) and node not in inside
         return plain and not made_with_a_stack(behind_views_and_casts(node))
