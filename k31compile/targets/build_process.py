@@ -15,15 +15,20 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from k31compile.targets.unfinished import remove_unfinished_builds
+
 IDLE_SECONDS = 60.0
 """How long the process waits for another graph before it ends by itself: it holds some 300 MB."""
 
 _NICENESS = 10
 _LOOK_EVERY = 0.5
+_COMPILERS_END = 0.2
 
 
 def main(spool: str, parent: int) -> None:
     """Serve jobs until the input ends or nothing comes for a while; ends at once where the parent is gone."""
+    # Not ignored: whoever is started here, a compiler above all, ends by the signal that this process survives.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what compilers print must not look like an answer
     with contextlib.suppress(OSError):
@@ -54,7 +59,11 @@ def _watch(spool: str, parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY)
     shutil.rmtree(spool, ignore_errors=True)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    os.killpg(0, signal.SIGTERM)
+    if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        time.sleep(_COMPILERS_END)
+        remove_unfinished_builds(Path(cache))
+    os.killpg(0, signal.SIGKILL)
 
 
 def _answer(path: Path) -> dict[str, Any]:
@@ -79,6 +88,7 @@ def build(file: TextIO, destination: Path) -> str:
 
     document = json.load(file)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = document["state"]["cache"]
+    remove_unfinished_builds(Path(document["state"]["cache"]))
     torch.set_num_threads(document["state"]["threads"])
     torch.set_float32_matmul_precision(document["state"]["matmul"])
     torch.use_deterministic_algorithms(document["state"]["deterministic"])

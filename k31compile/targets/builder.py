@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from k31compile.errors import DocumentError
+from k31compile.targets.unfinished import remove_unfinished_builds
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from k31compile.targets.build_process import main; "
 _BOOT += "main(sys.argv[2], int(sys.argv[3]))"
@@ -51,6 +52,7 @@ class Builder:
         self._spool: Path | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._read = b""
+        self._caches: set[Path] = set()
 
     def submit(self, document: Mapping[str, Any]) -> Job:
         """Queue a graph, and start the child if there is none.
@@ -65,6 +67,7 @@ class Builder:
                 self._spool = Path(tempfile.mkdtemp(prefix="k31-tiered-"))
                 atexit.register(self.stop)
             self._count += 1
+            self._caches.add(Path(document["state"]["cache"]))
             job = Job(self._count, self._spool / f"{self._count}.json")
             job.path.write_text(json.dumps(document), encoding="utf-8")
             self._waiting[job.number] = job
@@ -93,6 +96,8 @@ class Builder:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._child.pid, signal.SIGKILL)
                 self._forget_child(self._child)
+                for cache in self._caches:
+                    remove_unfinished_builds(cache)
             for job in self._waiting.values():
                 job.answer = {"error": "the process that builds was stopped"}
             self._waiting.clear()

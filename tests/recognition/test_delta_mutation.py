@@ -16,7 +16,7 @@ from operands import operands
 from k31compile.passes.recognise.delta_rule import DeltaRuleRecogniser
 
 STEPS = (("straight_line_step", 1), ("value_rows", 5), ("beta_on_value_and_key", 5), ("base_two", 5))
-CHUNKS = (("triangular_solve", 48), ("middle_anchor", 48), ("pairwise_masked_before_exp", 48))
+CHUNKS = (("triangular_solve", 48), ("middle_anchor", 48), ("masked_after_the_sum", 48))
 
 
 def graph_of(name, length):
