@@ -6,6 +6,8 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +38,47 @@ log = logging.getLogger("k31compile")
 Compiled = Callable[..., Any]
 
 _AS_WRITTEN = {"provider": "as written", "why": "named in parts for a schedule, nothing is replaced"}
+
+
+@dataclass
+class _Capture:
+    """A target whose passes run, and the graph that came out of them."""
+
+    target: str
+    graph: fx.GraphModule | None = None
+
+
+class _GraphCaptured(Exception):
+    """Ends a compile whose graph somebody asked for with `captured_graph`."""
+
+
+_capturing: ContextVar[_Capture | None] = ContextVar("capturing", default=None)
+
+
+def captured_graph(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str
+) -> fx.GraphModule:
+    """The one graph of a call after the passes of a target; nothing of it is run.
+
+    Raises:
+        TraceError: Dynamo does not make one graph of the call, with its reason.
+    """
+    torch._dynamo.reset()
+    capture = _Capture(target)
+    token = _capturing.set(capture)
+    try:
+        torch.compile(model, backend="k31", fullgraph=True, dynamic=False)(*args, **kwargs)
+    except torch._dynamo.exc.Unsupported as error:
+        why = str(error).strip().splitlines()[0]
+        raise TraceError(f"the model is not one graph: {why}", hint="torch._dynamo.explain names the place") from error
+    except Exception:
+        if capture.graph is None:
+            raise
+    finally:
+        _capturing.reset(token)
+    if capture.graph is None:
+        raise TraceError("k31 was given no graph of its own: the call compiled nothing or fell back to Inductor")
+    return capture.graph
 
 
 def k31(
@@ -139,6 +182,9 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     report.providers = providers(report.fused) | {region["name"]: _AS_WRITTEN for region in report.regions}
     describe_graph(report, rewritten, example_inputs, with_memory=options.codegen == "ops" or options.lock is not None)
     hold_to_contract(report, options)
+    if (capture := _capturing.get()) is not None:
+        capture.graph = rewritten
+        raise _GraphCaptured
     start = time.perf_counter()
     compiled = compile_for_cpu(rewritten, example_inputs, options, report)
     report.phases["codegen"] = time.perf_counter() - start
@@ -197,10 +243,11 @@ def _hand_over(
 
 
 def _rewrite(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> fx.GraphModule:
-    start = time.perf_counter()
+    start, capture = time.perf_counter(), _capturing.get()
+    target = capture.target if capture is not None else options.target or "cpu"
     traced = trace_functional(module, example_inputs)
     middle = time.perf_counter()
-    rewritten, stages = run_pipeline(traced, options, options.target or "cpu")
+    rewritten, stages = run_pipeline(traced, options, target)
     end = time.perf_counter()
     add_to_report(report, stages)
     _add(report, "trace", middle - start)

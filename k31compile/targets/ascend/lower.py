@@ -1,0 +1,127 @@
+"""A graph of k31 and ATen operators becomes one of torch_npu and ATen operators that torchair has converters for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import k31compile.targets.ascend.lowerings  # noqa: F401  (registers them)
+from k31compile.errors import TargetError
+from k31compile.graph.dataflow import ATEN
+from k31compile.graph.sizes import value_of
+from k31compile.graph.source import source_line
+from k31compile.graph.views import is_view
+from k31compile.targets.ascend.decompositions import decomposition_table
+from k31compile.targets.ascend.lowerings.registry import Decision, choose
+from k31compile.targets.ascend.profiles import Profile
+from k31compile.targets.reinplace import reinplace_cache_writes
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph for a product: its module, fake inputs, and which provider each k31 call got and why."""
+
+    module: fx.GraphModule
+    inputs: tuple[Any, ...]
+    decisions: tuple[Decision, ...]
+
+
+def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
+    """Lower a graph that went through the passes; `module` is changed where cache writes become writes in place.
+
+    Raises:
+        TargetError: a k31 operator has no lowering for its arguments.
+    """
+    reinplace_cache_writes(module)
+    lowering = _Lowering(module, profile)
+    with FakeTensorMode(), torch.no_grad():
+        inputs = tuple(_like(value_of(node)) for node in module.graph.find_nodes(op="placeholder"))
+        lowered = make_fx(lowering.run, decomposition_table=decomposition_table(), tracing_mode="real")(*inputs)
+    _move_constants(lowered.graph)
+    lowered.graph.eliminate_dead_code()
+    lowered.recompile()
+    return Lowered(lowered, inputs, tuple(lowering.decisions))
+
+
+def _like(value: Any) -> Any:
+    """A fake tensor of the mode that is active, as the value is; sizes stay what they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
+
+
+class _Lowering(fx.Interpreter):
+    """Runs the graph on fake tensors, every k31 call by its lowering; what runs is what is recorded."""
+
+    def __init__(self, module: fx.GraphModule, profile: Profile) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.profile = profile
+        self.decisions: list[Decision] = []
+        self._node: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "k31":
+            return self._lower(target._opname, args, kwargs)
+        if target is ATEN.index_put_.default:
+            written = self._write_rows(args)
+            if written is not None:
+                return written
+        return super().call_function(target, args, kwargs)
+
+    def _lower(self, operator: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        assert self._node is not None
+        chosen = choose(operator, self.profile, *args, **kwargs)
+        if chosen is None:
+            raise TargetError(f"k31::{operator} has no lowering for {self.profile.name}", where=source_line(self._node))
+        lowering, decision = chosen
+        self.decisions.append(decision)
+        return lowering.run(self.profile, *args, **kwargs)
+
+    def _write_rows(self, args: Sequence[Any]) -> Any:
+        """A write of rows into a cache, or into a view of one that joins its first dimensions, as one scatter in place.
+
+        torchair converts no index_put; a scatter names (block, offset) where the view counted slots.
+        """
+        written, indices, values, *accumulate = args
+        node = self._node.args[0] if self._node is not None else None
+        if len(indices) != 1 or indices[0].dtype == torch.bool or any(accumulate) or not isinstance(node, fx.Node):
+            return None
+        base_node = node.args[0] if is_view(node) else node
+        if not isinstance(base_node, fx.Node) or base_node.op != "placeholder":
+            return None
+        base = self.env[base_node]
+        joined = base.dim() - written.dim() + 1
+        if joined < 1 or base.shape[joined:] != written.shape[1:]:
+            return None
+        places = _unravel(indices[0].reshape(-1), base.shape[:joined])
+        rows = values.expand(*indices[0].shape, *written.shape[1:]).reshape(places.shape[0], *base.shape[joined:])
+        updated = torch.ops.npu.npu_scatter_nd_update_(base, places, rows.to(base.dtype))
+        return updated.view(written.shape)
+
+
+def _unravel(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """[N, len(shape)]: the coordinates of flat positions."""
+    columns = []
+    for size in reversed(shape[1:]):
+        columns.append(torch.remainder(flat, size))
+        flat = torch.div(flat, size, rounding_mode="floor")
+    return torch.stack([flat, *reversed(columns)], dim=1)
+
+
+def _move_constants(graph: fx.Graph) -> None:
+    """What the graph makes out of nothing is made on the device: the trace ran with tensors of another one."""
+    for node in graph.nodes:
+        if isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": torch.device("npu")}
+            # make_fx says pin_memory=False, which torchair's converters have no word for
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}

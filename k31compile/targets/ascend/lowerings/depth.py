@@ -1,0 +1,58 @@
+"""Attention residuals as formulas (K3.1 spec 2.2): no vendor has an operator of them."""
+
+import torch
+from torch import Tensor
+
+from k31compile.kernels.checks import accumulation_dtype
+from k31compile.targets.ascend.lowerings.norms import inverse_rms
+from k31compile.targets.ascend.lowerings.registry import FORMULA, lowers
+
+
+@lowers("attn_res_prepare", FORMULA)
+def attn_res_prepare(
+    bank: Tensor, queries: Tensor, *, eps: float, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest logit, sum of exponentials and mixture of the frozen sums, for each query."""
+    dtype = accumulation_dtype(bank, queries)
+    bank, queries = bank.to(dtype), queries.to(dtype)
+    counts = None if valid is None else valid.expand(bank.shape[:2]).to(torch.bool)
+    if counts is not None:
+        bank = torch.where(counts[..., None], bank, torch.zeros_like(bank))
+    logits = torch.einsum("mnd,qd->mqn", bank, queries) * inverse_rms(bank, eps).squeeze(-1)[:, None]
+    if counts is not None:
+        logits = logits.masked_fill(~counts[:, None], -torch.inf)
+    if bank.shape[1] == 0:
+        rows = (bank.shape[0], queries.shape[0])
+        return logits.new_full(rows, -torch.inf), logits.new_zeros(rows), logits.new_zeros((*rows, bank.shape[2]))
+    maximum = logits.max(-1).values
+    weights = torch.exp(logits - maximum.masked_fill(maximum == -torch.inf, 0)[..., None])
+    return maximum, weights.sum(-1), torch.einsum("mqn,mnd->mqd", weights, bank)
+
+
+@lowers("attn_res_update", FORMULA)
+def attn_res_update(
+    partial: Tensor,
+    delta: Tensor | None,
+    maximum: Tensor,
+    total: Tensor,
+    mixture: Tensor,
+    query: Tensor,
+    *,
+    eps: float,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The running sum with what a sub-layer adds, merged into the mixture, and normalised where a norm reads it."""
+    summed = partial.clone() if delta is None else partial + delta.to(partial.dtype)
+    wide = accumulation_dtype(*(t for t in (partial, delta, maximum, total, mixture, query, norm_weight)))
+    p, maximum = summed.to(wide), maximum.to(wide)
+    logit = (p * query.to(wide)).sum(-1) * inverse_rms(p, eps).squeeze(-1)
+    top = torch.maximum(maximum, logit)
+    before, own = torch.exp(maximum - top), torch.exp(logit - top)
+    shared = before * total.to(wide) + own
+    h = ((before[:, None] * mixture.to(wide) + own[:, None] * p) / shared[:, None]).to(dtype or wide)
+    if norm_weight is not None:
+        rounded = h.to(wide)
+        h = (rounded * inverse_rms(rounded, norm_eps) * norm_weight.to(wide)).to(dtype or wide)
+    return summed, h

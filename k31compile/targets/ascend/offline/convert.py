@@ -1,0 +1,112 @@
+"""A graph of torch_npu operators through torchair's own compiler, stopped before anything is loaded onto a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+STREAM, PRIORITY = "_user_stream_label", "_user_stream_priority"
+SUPER_KERNEL = "_super_kernel_scope"
+_NOT_OPERATORS = ("Data", "Const", "NetOutput", "RefData")
+
+
+@dataclass(frozen=True)
+class GeNode:
+    """One operator of the GE graph: its name and type, whom it reads, whom it waits for, its stream and super kernel."""
+
+    name: str
+    type: str
+    inputs: tuple[str, ...]
+    waits_for: tuple[str, ...]
+    stream: str
+    super_kernel: str
+
+
+@dataclass(frozen=True)
+class GeGraph:
+    """What torchair made: its protobuf, which outputs are inputs written in place, and the FX graph that it was made of."""
+
+    definition: Any
+    written_in_place: dict[int, int]
+    fx_graph: fx.Graph
+
+    def operators(self) -> list[GeNode]:
+        """All nodes that compute."""
+        return [_read(node) for node in self.definition.op if node.type not in _NOT_OPERATORS]
+
+    def counts(self) -> dict[str, int]:
+        """How many operators there are of each type."""
+        found: dict[str, int] = {}
+        for node in self.operators():
+            found[node.type] = found.get(node.type, 0) + 1
+        return found
+
+    def text(self) -> str:
+        """The graph as protobuf text."""
+        from google.protobuf import text_format
+
+        return text_format.MessageToString(self.definition)
+
+
+def convert(module: fx.GraphModule, example_inputs: Sequence[Any]) -> GeGraph:
+    """Convert a functional ATen + torch_npu graph to GE with torchair's converters; needs an open session.
+
+    example_inputs are CPU, meta or fake tensors: torchair is shown tensors of an NPU of their shapes and strides.
+
+    Raises:
+        RuntimeError: torchair's own, where an operator has no converter.
+    """
+    from torchair._utils.graph_transform_observer import GraphTransformObserver
+    from torchair.configs.compiler_config import CompilerConfig
+    from torchair.npu_fx_compiler import _NpuFxCompiler
+
+    config = CompilerConfig()
+    compiler = _NpuFxCompiler(config)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    inputs = _on_npu(example_inputs, mode)
+    # torchair computes shapes under the mode of the compile that it runs in.
+    with tracing(TracingContext(mode)):
+        made = compiler._gen_compiled_gm(module, inputs, GraphTransformObserver(module, inputs, config))
+    return GeGraph(made.graph, dict(made._graph_output_ref_input), getattr(made, "fx_graph", module).graph)
+
+
+def _on_npu(example_inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    with mode:
+        return [
+            torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="npu")
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in example_inputs
+        ]
+
+
+def _read(node: Any) -> GeNode:
+    inputs = [name for name in node.input if name]
+    return GeNode(
+        name=node.name,
+        type=node.type,
+        inputs=tuple(name.split(":")[0] for name in inputs if not name.endswith(":-1")),
+        waits_for=tuple(name.split(":")[0] for name in inputs if name.endswith(":-1")),
+        stream=_attribute(node, STREAM),
+        super_kernel=_attribute(node, SUPER_KERNEL),
+    )
+
+
+def _attribute(node: Any, name: str) -> str:
+    return node.attr[name].s.decode() if name in node.attr else ""
+
+
+def attributes(node: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of a protobuf node or tensor description that hold one value each."""
+    for name, value in node.attr.items():
+        kind = value.WhichOneof("value")
+        if kind and kind != "list":
+            found = getattr(value, kind)
+            yield name, found.decode() if isinstance(found, bytes) else found

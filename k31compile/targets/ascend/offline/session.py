@@ -1,0 +1,88 @@
+"""torch_npu and torchair opened for a product that is not here: stand-ins for CANN, and its answers for that product."""
+
+import ctypes
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from k31compile.errors import BuildError
+from k31compile.targets.ascend.offline.stubs import MAIN, built_stubs, stub_names
+from k31compile.targets.ascend.profiles import Profile
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_opened: list["Session"] = []
+
+
+@dataclass(frozen=True)
+class Session:
+    """An opened torchair: the profile that it answers for, and its modules' versions."""
+
+    profile: Profile
+    versions: dict[str, str]
+
+
+def open_session(profile: Profile) -> Session:
+    """Load torch_npu over stand-ins and let it answer for `profile`; a second profile in one process is fine.
+
+    Raises:
+        BuildError: torch_npu is not installed or cannot be loaded.
+    """
+    if not _opened:
+        _load(profile)
+    _answer_for(profile)
+    import torch
+    import torch_npu
+
+    session = Session(profile, {"torch": torch.__version__, "torch_npu": torch_npu.__version__, "CANN": profile.cann})
+    _opened[:] = [session]
+    return session
+
+
+def _load(profile: Profile) -> None:
+    # The chip's name is asked for once, while torch_npu is imported.
+    os.environ.setdefault("K31_ASCEND_SOC", profile.soc_name)
+    os.environ[_AUTOLOAD] = "0"
+    if "torch_npu" not in sys.modules:
+        folder = built_stubs()
+        for name in (MAIN, *stub_names(folder)):
+            ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torch_npu
+            import torch_npu.dynamo
+            import torchair
+            import torchair.core._backend
+            import torchair.ops
+            import torchair.scope
+            import torchair.scope._wait_tensor  # noqa: F401  (registers air.wait_tensor, which is registered on first use)
+    except (ImportError, OSError) as error:
+        raise BuildError(f"torch_npu does not load over stand-ins of CANN: {error}") from error
+    # The number of the device would be asked of the driver.
+    torchair.core._backend._cached_device_id = 0
+
+
+def _answer_for(profile: Profile) -> None:
+    """Meta functions and converters ask for the product's name and number and for CANN's version."""
+    from packaging.version import parse
+
+    def soc_version() -> int:
+        return profile.soc_version
+
+    def is_at_least(version: str, module: str = "CANN") -> bool:
+        return parse(profile.cann) >= parse(version.replace(".RC", "rc"))
+
+    import torch_npu.npu
+
+    _replace("get_soc_version", soc_version)
+    _replace("_is_gte_cann_version", is_at_least)
+    torch_npu.npu.get_device_name = lambda *_: profile.soc_name
+
+
+def _replace(name: str, answer: Callable[..., Any]) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(("torch_npu", "torchair", "npugraph_ex")) and name in getattr(module, "__dict__", {}):
+            setattr(module, name, answer)

@@ -1,0 +1,46 @@
+"""The two Ascend products that graphs are lowered for, as torch_npu and torchair ask for them."""
+
+from dataclasses import dataclass
+
+from k31compile.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One product.
+
+    Attributes:
+        name: the option `target`.
+        soc_name: what the driver calls the chip.
+        soc_version: torch_npu's number of it; meta functions and converters branch on it.
+        cann: the CANN version that graphs are made for.
+        super_kernels: whether GE merges operators of one scope into a kernel (documented for A2 and A3 alone).
+
+    """
+
+    name: str
+    soc_name: str
+    soc_version: int
+    cann: str
+    super_kernels: bool
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("ascend-a3", "Ascend910_9391", 250, "9.1.0", super_kernels=True),
+        Profile("ascend-950", "Ascend950PR", 260, "9.1.0", super_kernels=False),
+    )
+}
+
+
+def profile_of(target: str) -> Profile:
+    """The profile of a target.
+
+    Raises:
+        OptionError: it is not an Ascend target.
+    """
+    try:
+        return PROFILES[target]
+    except KeyError:
+        raise OptionError(f"there is no Ascend target {target!r}", hint=f"targets: {', '.join(PROFILES)}") from None
