@@ -1,6 +1,6 @@
 """The shortest schedule of a small graph, by trying all: written apart from the scheduler, to judge it by."""
 
-from k31compile.passes.schedule.tasks import ONE_AT_A_TIME
+from k31compile.passes.schedule.tasks import IN_ONE_ORDER, ONE_AT_A_TIME
 
 
 def optimum(graph, event, streams, upper):
@@ -24,16 +24,19 @@ def optimum(graph, event, streams, upper):
             if place in done or any(other not in done for other in before[place]):
                 continue
             waits = [done[other] for other in before[place]]
-            if task.engine in held:
-                waits.append(held[task.engine])
             for stream in range(min(len(free) + 1, streams)):
                 idle = free[stream] if stream < len(free) else 0.0
-                start = max([idle, *(end + event * (there != stream) for end, there in waits)])
+                asked = start = max([idle, *(end + event * (there != stream) for end, there in waits)])
+                if task.engine in held:
+                    end, there, asked_before = held[task.engine]
+                    start = max(asked, end)
+                    if asked <= asked_before or task.engine in IN_ONE_ORDER:
+                        asked = start = max(asked, end + event * (there != stream))
                 if start + tail[place] >= best - 1e-15:
                     continue
                 end = start + task.seconds
                 now = (*free[:stream], end, *free[stream + 1 :])
-                took = {**held, task.engine: (end, stream)} if task.engine in ONE_AT_A_TIME else held
+                took = {**held, task.engine: (end, stream, asked)} if task.engine in ONE_AT_A_TIME else held
                 go_on({**done, place: (end, stream)}, now, took)
 
     go_on({}, (), {})

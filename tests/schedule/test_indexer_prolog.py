@@ -1,5 +1,7 @@
 """The three streams of the indexer's prolog come out of the general method, with their joins at the right end."""
 
+import itertools
+
 import pytest
 
 from k31compile.passes.schedule.cost_model import load_costs
@@ -14,19 +16,19 @@ QUERIES = ("wq_b", "q_quant")
 WEIGHTS = ("weights_proj",)
 
 
-def prolog(wk, k_norm, cache_write, wq_b, q_quant, weights_proj):
+def prolog(wk, k_norm, cache_write, wq_b, q_quant, weights_proj, unit=1.0):
     """The indexer behind what computes its operands, and the attention behind it; hidden and qr are there before."""
     return TaskGraph(
         [
-            Task("mla_prolog", 3.0, "cube"),
+            Task("mla_prolog", 3.0 * unit, "cube"),
             Task("wk", wk, "cube", inputs=("mla_prolog",)),
             Task("k_norm", k_norm, "vector", inputs=("wk",)),
             Task("cache_write", cache_write, "memory", writes=("keys",), inputs=("k_norm",)),
             Task("wq_b", wq_b, "cube", inputs=("mla_prolog",)),
             Task("q_quant", q_quant, "vector", inputs=("wq_b",)),
             Task("weights_proj", weights_proj, "cube", inputs=("mla_prolog",)),
-            Task("indexer", 6.0, "vector", reads=("keys",), inputs=("q_quant", "weights_proj")),
-            Task("attention", 8.0, "vector", inputs=("indexer",)),
+            Task("indexer", 6.0 * unit, "vector", reads=("keys",), inputs=("q_quant", "weights_proj")),
+            Task("attention", 8.0 * unit, "vector", inputs=("indexer",)),
         ]
     )
 
@@ -34,9 +36,9 @@ def prolog(wk, k_norm, cache_write, wq_b, q_quant, weights_proj):
 @pytest.mark.parametrize(
     "seconds",
     [
-        (1.0, 4.0, 3.0, 4.0, 5.0, 1.5),
-        (1.0, 4.5, 4.0, 4.0, 5.5, 1.0),
-        (2.0, 3.0, 3.5, 3.0, 5.0, 2.0),
+        pytest.param((1.0, 4.5, 5.0, 4.0, 5.0, 1.0), id="keys take longest"),
+        pytest.param((1.0, 4.5, 4.5, 4.0, 5.5, 1.0), id="queries take longest"),
+        pytest.param((2.0, 3.5, 4.0, 3.0, 5.0, 2.0), id="long weights"),
     ],
 )
 def test_three_streams_fall_out(seconds):
@@ -46,7 +48,7 @@ def test_three_streams_fall_out(seconds):
     print(schedule)
     beside = {tuple(name for name in names if name in KEYS + QUERIES + WEIGHTS) for names in schedule.streams}
     assert beside == {KEYS, QUERIES, WEIGHTS}
-    assert {"mla_prolog", "indexer", "attention"} <= set(schedule.streams[0])
+    assert set(schedule.streams[0]) >= {"indexer", "attention"}
     joins = {after for after, before in schedule.events if before == "indexer"}
     last = {names[-1] for names in schedule.streams[1:]}
     assert joins == last <= {"cache_write", "q_quant", "weights_proj"}
@@ -54,10 +56,10 @@ def test_three_streams_fall_out(seconds):
 
 
 def test_the_products_do_not_fight_for_the_cube():
-    graph = prolog(1.0, 4.0, 3.0, 4.0, 5.0, 1.5)
+    graph = prolog(1.0, 4.5, 5.0, 4.0, 5.0, 1.0)
     times = schedule_tasks(graph, EVENT).times
     spans = sorted(times[name] for name in ("wk", "wq_b", "weights_proj"))
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert spans[-1] == times["weights_proj"]
 
 

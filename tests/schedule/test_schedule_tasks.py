@@ -6,18 +6,19 @@ import statistics
 import time
 
 import pytest
-from drawn_tasks import drawn_graph, graphs
+from drawn_tasks import CACHES, drawn_graph, graphs, mix
 from exhaustive import optimum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k31compile.errors import ScheduleError
+from k31compile.passes.schedule.play_schedule import play_schedule, play_serial
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.tasks import Task, TaskGraph
 from k31compile.passes.schedule.verify_schedule import verify_schedule
 
-DRAWS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+DRAWS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 events = st.sampled_from([0.0, 0.3e-6, 1.5e-6, 20e-6])
 widths = st.integers(1, 4)
 
@@ -30,7 +31,7 @@ def test_a_schedule_is_right_and_no_slower_than_one_stream(graph, event, streams
     assert len(schedule.streams) <= streams
     assert schedule.predicted <= schedule.serial * (1 + 1e-9) + 1e-18
     assert schedule.predicted >= graph.bound * (1 - 1e-9)
-    assert graph.tasks[-1].name == schedule.streams[0][-1] or graph.tasks[-1].name in schedule.streams[0]
+    assert graph.tasks[-1].name in schedule.streams[0]
 
 
 @DRAWS
@@ -47,15 +48,29 @@ def test_the_issue_order_keeps_streams_and_events(graph, event):
     schedule = schedule_tasks(graph, event)
     order = schedule.issue_order()
     assert sorted(order) == sorted(task.name for task in graph.tasks)
-    one_stream = Schedule((order,), (), schedule.times, schedule.serial, schedule.critical_path, schedule.serial)
+    one_stream = Schedule((order,), (), schedule.times, event, schedule.serial, schedule.critical_path, schedule.serial)
     assert all(order.index(after) < order.index(before) for after, before in schedule.events)
     assert all([name for name in order if name in names] == list(names) for names in schedule.streams)
     assert all(order.index(one) < order.index(other) for one, other in graph.edges())
     assert one_stream.issue_order() == order
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(200))
+def test_many_more_graphs(seed):
+    """Larger ones, each with 500 random interleavings."""
+    draw = random.Random(f"many {seed}")
+    graph = drawn_graph(draw, most=60)
+    event = draw.choice([0.0, 0.3e-6, 1.5e-6, 20e-6])
+    schedule = schedule_tasks(graph, event, draw.choice([2, 3, 4]))
+    verify_schedule(graph, schedule)
+    assert graph.bound * (1 - 1e-9) <= schedule.predicted <= graph.serial * (1 + 1e-9)
+    expected = play_serial(graph, mix, CACHES)
+    assert all(play_schedule(graph, schedule, mix, CACHES, seed) == expected for seed in range(500))
+
+
 def test_more_streams_are_never_slower():
-    for seed in range(30):
+    for seed in range(10):
         graph = drawn_graph(random.Random(seed), most=20)
         spans = [schedule_tasks(graph, 0.5e-6, streams).predicted for streams in (1, 2, 3, 4)]
         assert spans == sorted(spans, reverse=True)
@@ -86,7 +101,7 @@ def test_nothing_is_a_schedule_too():
 
 @pytest.mark.parametrize(("event", "streams"), [(0.1, 0), (0.1, 5), (-0.1, 2), (float("nan"), 2)])
 def test_what_cannot_be_asked_for(event, streams):
-    with pytest.raises(ScheduleError, match="streams were asked for|an event takes"):
+    with pytest.raises(ScheduleError, match=r"streams were asked for|an event takes"):
         schedule_tasks(TaskGraph([]), event, streams)
 
 

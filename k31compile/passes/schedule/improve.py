@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from k31compile.passes.schedule.placing import Placement, Problem, fewest_events, place
+from k31compile.passes.schedule.placing import Placement, Problem, place
 from k31compile.passes.schedule.priorities import bottom_levels
 
 # How many places of the order before and behind its own a task may be moved to in one step.
@@ -19,30 +19,20 @@ class Budget:
     placements: int
 
 
-def is_better(problem: Problem, one: Placement, other: Placement) -> bool:
-    """Whether one placement ends earlier than another, or as early on fewer streams or with fewer events."""
-    if abs(one.makespan - other.makespan) > problem.tolerance:
-        return one.makespan < other.makespan
-    if one.streams != other.streams:
-        return one.streams < other.streams
-    return len(fewest_events(problem, one)) < len(fewest_events(problem, other))
-
-
 def improve(problem: Problem, placement: Placement, streams: int, budget: Budget) -> Placement:
     """The placement after moves that each made it better, until none does or the budget is used up."""
     count = len(placement.order)
     levels = bottom_levels(problem)
     best, moved = placement, True
-    while moved:
+    while moved and budget.placements >= count:
         moved = False
-        urgency = sorted(range(count), key=lambda task: (problem.seconds[task] - best.end[task] - levels[task], task))
-        for task in urgency:
+        for task in sorted(range(count), key=lambda task: (-best.start[task] - levels[task], task)):
             for order, wanted in _moves(problem, best, task, streams):
                 if budget.placements < count:
                     return best
                 budget.placements -= count
                 tried = place(problem, order, streams, wanted=wanted)
-                if is_better(problem, tried, best):
+                if tried.is_better(best):
                     best, moved = tried, True
                     break
     return best
@@ -51,17 +41,25 @@ def improve(problem: Problem, placement: Placement, streams: int, budget: Budget
 def _moves(
     problem: Problem, placement: Placement, task: int, streams: int
 ) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """The order and the streams after each move of a task that keeps every dependence."""
-    order = placement.order
+    """The order and the streams after each move of a task that keeps every dependence.
+
+    A task goes to another stream or elsewhere in the order; or from it on, its stream and another change places.
+    """
+    order, own = placement.order, placement.stream[task]
     at = order.index(task)
     for to in _places(problem, order, at):
         rest = order[:at] + order[at + 1 :]
-        changed = rest[:to] + (task,) + rest[to:]
         for stream in range(streams):
-            if to != at or stream != placement.stream[task]:
+            if to != at or stream != own:
                 wanted = list(placement.stream)
                 wanted[task] = stream
-                yield changed, wanted
+                yield (*rest[:to], task, *rest[to:]), wanted
+    for stream in range(streams):
+        if stream != own:
+            wanted, turned = list(placement.stream), {own: stream, stream: own}
+            for later in order[at:]:
+                wanted[later] = turned.get(wanted[later], wanted[later])
+            yield order, wanted
 
 
 def _places(problem: Problem, order: tuple[int, ...], at: int) -> list[int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
-import networkx as nx
-
-from k31compile.errors import ScheduleError
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.tasks import Task, TaskGraph
 
@@ -42,8 +40,8 @@ def play_schedule(
 
 def play_serial(graph: TaskGraph, run: Run, memory: Mapping[str, Any], keep: Iterable[str] = ()) -> dict[str, Any]:
     """The memory after the program as it was written; a result is freed after the last task that reads it."""
-    serial = Schedule((tuple(task.name for task in graph.tasks),), (), {}, 0.0, 0.0, 0.0)
-    return _play(graph, [task.name for task in graph.tasks], _last_readers(graph, serial, keep), run, memory)
+    serial = Schedule((tuple(task.name for task in graph.tasks),), (), {}, 0.0, 0.0, 0.0, 0.0)
+    return _play(graph, serial.streams[0], _last_readers(graph, serial, keep), run, memory)
 
 
 def _play(
@@ -63,39 +61,41 @@ def _play(
     return now
 
 
-def _drawn(schedule: Schedule, draw: random.Random) -> Iterable[str]:
+def _drawn(schedule: Schedule, draw: random.Random) -> Iterator[str]:
+    """The tasks in a drawn order; the streams go on at paces that are drawn too, some of them far behind."""
     waits: dict[str, list[str]] = {}
     for after, before in schedule.events:
         waits.setdefault(before, []).append(after)
+    pace = [draw.random() ** 3 + 1e-3 for _ in schedule.streams]
+    nexts = [0] * len(schedule.streams)
     done: set[str] = set()
-    left = [list(reversed(names)) for names in schedule.streams if names]
-    while left:
-        able = [names for names in left if done.issuperset(waits.get(names[-1], ()))]
-        if not able:
-            raise ScheduleError(f"no stream can go on: {', '.join(names[-1] for names in left)} wait for each other")
-        name = draw.choice(able).pop()
-        yield name
-        done.add(name)
-        left = [names for names in left if names]
+    while left := [stream for stream, names in enumerate(schedule.streams) if nexts[stream] < len(names)]:
+        heads = {stream: schedule.streams[stream][nexts[stream]] for stream in left}
+        able = [stream for stream in left if done.issuperset(waits.get(heads[stream], ()))]
+        (stream,) = draw.choices(able, [pace[one] for one in able])
+        yield heads[stream]
+        done.add(heads[stream])
+        nexts[stream] += 1
 
 
 def _last_readers(graph: TaskGraph, schedule: Schedule, keep: Iterable[str]) -> dict[str, set[str]]:
     """For each result that is freed, those of its users that no other user of it comes after."""
-    order: nx.DiGraph = nx.DiGraph()
-    order.add_nodes_from(name for names in schedule.streams for name in names)
-    for names in schedule.streams:
-        order.add_edges_from(zip(names, names[1:], strict=False))
-    order.add_edges_from(schedule.events)
-    kept = set(keep)
-    users: dict[str, set[str]] = {}
-    read: set[str] = set()
+    order = schedule.issue_order()
+    bit = {name: 1 << at for at, name in enumerate(order)}
+    nexts: dict[str, list[str]] = {name: [] for name in order}
+    for one, other in itertools.chain(schedule.events, *(itertools.pairwise(names) for names in schedule.streams)):
+        nexts[one].append(other)
+    later = dict.fromkeys(order, 0)
+    for name in reversed(order):
+        for other in nexts[name]:
+            later[name] |= later[other] | bit[other]
+    users: dict[str, list[str]] = {}
     for task in graph.tasks:
-        read.update(task.read)
-        for memory in task.read + task.written:
-            users.setdefault(memory, set()).add(task.name)
-    later = {name: nx.descendants(order, name) for name in order}
+        for memory in dict.fromkeys(task.read + task.written):
+            users.setdefault(memory, []).append(task.name)
+    read = {memory for task in graph.tasks for memory in task.read}.difference(keep)
     return {
-        task.name: {name for name in users[task.name] if not later[name] & users[task.name]}
+        task.name: {name for name in users[task.name] if not later[name] & sum(bit[user] for user in users[task.name])}
         for task in graph.tasks
-        if task.name in read and task.name not in kept
+        if task.name in read
     }

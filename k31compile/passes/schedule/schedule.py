@@ -15,13 +15,15 @@ MAX_STREAMS = 4
 class Schedule:
     """Tasks on streams, with the events that order them across streams.
 
-    All times are predictions of a cost model.
+    All times are predictions of a cost model: a task starts when the one in front of it on its stream and its events
+    let it, and where its engine takes one task at a time, when those that asked for it earlier have ended.
 
     Attributes:
         streams: the names of the tasks of each stream, in the order in which they are issued; the first stream is the
             caller's own and holds the last task of the program.
         events: (after, before): the second task starts when the first, on another stream, has ended.
         times: the predicted start and end of each task in seconds.
+        event: the seconds from the end of a task to the start of one on another stream that waits for it.
         serial: the predicted seconds of all tasks on one stream.
         critical_path: the predicted seconds of the longest chain of dependences.
         predicted: the predicted seconds of this schedule.
@@ -30,6 +32,7 @@ class Schedule:
     streams: tuple[tuple[str, ...], ...]
     events: tuple[tuple[str, str], ...]
     times: Mapping[str, tuple[float, float]]
+    event: float
     serial: float
     critical_path: float
     predicted: float
@@ -52,7 +55,7 @@ class Schedule:
         nexts = [0] * len(self.streams)
         while len(issued) < sum(map(len, self.streams)):
             heads = [
-                (self.times[names[at]][0], stream)
+                (self.times.get(names[at], (0.0, 0.0))[0], stream)
                 for stream, (names, at) in enumerate(zip(self.streams, nexts, strict=True))
                 if at < len(names) and all(after in issued for after in waits.get(names[at], ()))
             ]
@@ -70,6 +73,7 @@ class Schedule:
             "streams": [list(names) for names in self.streams],
             "events": [list(event) for event in self.events],
             "times": {name: list(span) for name, span in self.times.items()},
+            "event": self.event,
             "serial": self.serial,
             "critical_path": self.critical_path,
             "predicted": self.predicted,
@@ -87,6 +91,7 @@ class Schedule:
                 streams=tuple(tuple(map(str, names)) for names in data["streams"]),
                 events=tuple((str(after), str(before)) for after, before in data["events"]),
                 times={str(name): (float(start), float(end)) for name, (start, end) in data["times"].items()},
+                event=float(data["event"]),
                 serial=float(data["serial"]),
                 critical_path=float(data["critical_path"]),
                 predicted=float(data["predicted"]),

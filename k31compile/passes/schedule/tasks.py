@@ -14,9 +14,11 @@ Engine = Literal["cube", "vector", "memory", "communication"]
 
 ENGINES: tuple[str, ...] = get_args(Engine)
 
-# Two products at once share the cube and both take longer. Two collectives that nothing orders may start in another
-# order on each rank, and then wait for each other for ever.
-ONE_AT_A_TIME: frozenset[str] = frozenset({"cube", "communication"})
+# Two products at once share the cube, so that nothing is gained; two collectives share the links.
+ONE_AT_A_TIME: tuple[str, ...] = ("cube", "communication")
+
+# Two collectives that nothing orders may start in another order on each rank, and then wait for each other for ever.
+IN_ONE_ORDER: tuple[str, ...] = ("communication",)
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,7 @@ class TaskGraph:
     @property
     def bound(self) -> float:
         """The longer of the critical path and what the busiest engine that takes one task at a time has to do."""
-        busy = (
-            math.fsum(task.seconds for task in self.tasks if task.engine == engine) for engine in sorted(ONE_AT_A_TIME)
-        )
+        busy = (math.fsum(task.seconds for task in self.tasks if task.engine == engine) for engine in ONE_AT_A_TIME)
         return max(self.critical_path, *busy)
 
 

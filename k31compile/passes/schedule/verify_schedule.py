@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 import networkx as nx
 
 from k31compile.errors import ScheduleError
 from k31compile.passes.schedule.schedule import MAX_STREAMS, Schedule
-from k31compile.passes.schedule.tasks import ONE_AT_A_TIME, Task, TaskGraph
+from k31compile.passes.schedule.tasks import IN_ONE_ORDER, ONE_AT_A_TIME, Task, TaskGraph
 
 
 def verify_schedule(graph: TaskGraph, schedule: Schedule) -> None:
@@ -16,7 +17,8 @@ def verify_schedule(graph: TaskGraph, schedule: Schedule) -> None:
 
     Happens-before is the order of each stream and the events, and what follows from both. It must be free of cycles,
     order every two tasks of which one takes, reads or writes what the other writes, as the program does, and order
-    every two tasks of an engine that takes one at a time.
+    all collectives. The predicted times must follow from it: where an engine takes one task at a time, no two may ask
+    for it at once, and the one that is predicted to have it first must ask first.
 
     Raises:
         ScheduleError: with the two tasks, or the one, that it is about.
@@ -33,14 +35,12 @@ def verify_schedule(graph: TaskGraph, schedule: Schedule) -> None:
     for one, other, reason in _conflicts(graph.tasks):
         if not is_before(one, other):
             raise ScheduleError(f"{other!r} may start before {one!r} has ended", where=reason)
-    for engine in sorted(ONE_AT_A_TIME):
+    for engine in IN_ONE_ORDER:
         users = [name for name in order if tasks[name].engine == engine]
-        for one, other in zip(users, users[1:], strict=False):
+        for one, other in itertools.pairwise(users):
             if not is_before(one, other):
-                raise ScheduleError(
-                    f"{one!r} and {other!r} may run at once", where=f"{engine} takes one task at a time"
-                )
-    _check_times(tasks, schedule)
+                raise ScheduleError(f"{one!r} and {other!r} may start in either order", where=f"both are {engine}")
+    _check_times(tasks, schedule, order, is_before)
 
 
 def _check_streams(tasks: dict[str, Task], schedule: Schedule) -> None:
@@ -70,7 +70,7 @@ def _happens_before(tasks: dict[str, Task], schedule: Schedule) -> tuple[list[st
     order_of: nx.DiGraph = nx.DiGraph()
     order_of.add_nodes_from(tasks)
     for names in schedule.streams:
-        order_of.add_edges_from(zip(names, names[1:], strict=False))
+        order_of.add_edges_from(itertools.pairwise(names))
     order_of.add_edges_from(schedule.events)
     try:
         order = list(nx.lexicographical_topological_sort(order_of))
@@ -109,16 +109,45 @@ def _conflicts(tasks: tuple[Task, ...]) -> Iterator[tuple[str, str, str]]:
             written[memory] = task.name
 
 
-def _check_times(tasks: dict[str, Task], schedule: Schedule) -> None:
-    """What is predicted must not promise an order that nothing gives."""
-    slack = 1e-6 * (schedule.serial + schedule.predicted)
+def _check_times(
+    tasks: dict[str, Task], schedule: Schedule, order: list[str], is_before: Callable[[str, str], bool]
+) -> None:
+    """The predicted times must be those that streams, events and engines give, and promise no order beyond them."""
+    slack = 1e-6 * (schedule.serial + schedule.event)
     for name, task in tasks.items():
         if name not in schedule.times:
             raise ScheduleError(f"{name!r} has no predicted time")
         start, end = schedule.times[name]
-        if not (-slack <= start and abs(end - start - task.seconds) <= slack and end <= schedule.predicted + slack):
+        if not abs(end - start - task.seconds) <= slack:
             raise ScheduleError(f"{name!r} is predicted to run from {start} to {end}", where=f"takes {task.seconds}")
-    pairs = [pair for names in schedule.streams for pair in zip(names, names[1:], strict=False)]
-    for one, other in (*pairs, *schedule.events):
-        if schedule.times[other][0] < schedule.times[one][1] - slack:
-            raise ScheduleError(f"{other!r} is predicted to start before {one!r} has ended")
+    asked, behind = _when_asked(tasks, schedule)
+    can_start = dict(asked)
+    for engine in ONE_AT_A_TIME:
+        users = [name for name in order if tasks[name].engine == engine]
+        users.sort(key=lambda name: asked[name])
+        for one, other in itertools.pairwise(users):
+            if asked[one] == asked[other] and not is_before(one, other):
+                raise ScheduleError(f"{one!r} and {other!r} may run at once", where=f"{engine} takes one at a time")
+            if schedule.times[one][1] > can_start[other]:
+                can_start[other], behind[other] = schedule.times[one][1], one
+    for name in order:
+        start = schedule.times[name][0]
+        if start < can_start[name] - slack:
+            raise ScheduleError(f"{name!r} is predicted to start before {behind[name]!r} lets it", where=f"at {start}")
+        if start > can_start[name] + slack:
+            raise ScheduleError(f"{name!r} may start at {can_start[name]}, which is before its predicted {start}")
+    last = max((end for _, end in schedule.times.values()), default=0.0)
+    if not abs(schedule.predicted - last) <= slack:
+        raise ScheduleError(f"{schedule.predicted} seconds are predicted, and the last task ends at {last}")
+
+
+def _when_asked(tasks: dict[str, Task], schedule: Schedule) -> tuple[dict[str, float], dict[str, str]]:
+    """When streams and events let each task ask for its engine, and which other task comes last before that."""
+    asked = dict.fromkeys(tasks, 0.0)
+    behind = dict.fromkeys(tasks, "")
+    waits = [(*pair, 0.0) for names in schedule.streams for pair in itertools.pairwise(names)]
+    for one, other, extra in (*waits, *((*event, schedule.event) for event in schedule.events)):
+        then = schedule.times[one][1] + extra
+        if then > asked[other]:
+            asked[other], behind[other] = then, one
+    return asked, behind
