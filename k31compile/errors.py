@@ -144,6 +144,13 @@ class EquivalenceError(K31Error):
     default_hint = "nothing was declared; the function runs as it is written"
 
 
+class ScheduleError(K31Error):
+    """Tasks that cannot be scheduled as listed, or a schedule that leaves two of them unordered or waiting for ever."""
+
+    code = "K31-0209"
+    default_hint = "the operators can run one after the other on one stream; please report it with the schedule"
+
+
 class OperatorError(K31Error):
     """A k31 operator that was called with tensors which it does not take."""
 

@@ -45,7 +45,7 @@ def test_the_wheel_holds_our_package_whole_and_nothing_else(wheel: Path) -> None
     wanted = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "k31compile").rglob("*")
-        if path.suffix in {".py", ".cpp", ".h", ".typed"} and path.is_file()
+        if path.suffix in {".py", ".cpp", ".h", ".json", ".typed"} and path.is_file()
     }
     assert wanted <= set(names)
 

@@ -1,0 +1,80 @@
+"""Orders in which a list scheduler may take the tasks; each keeps every dependence."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+
+from k31compile.passes.schedule.placing import Problem
+
+
+def bottom_levels(problem: Problem, event: float = 0.0) -> list[float]:
+    """For each task the longest chain from its start to the end, with `event` seconds between two tasks."""
+    levels = [0.0] * len(problem.seconds)
+    for task in reversed(range(len(levels))):
+        below = max((levels[other] + event for other in problem.after[task]), default=0.0)
+        levels[task] = problem.seconds[task] + below
+    return levels
+
+
+def locked_levels(problem: Problem) -> list[float]:
+    """Bottom levels in which what follows a task takes its engines one at a time, as far as they allow no more."""
+    levels = [0.0] * len(problem.seconds)
+    for task in reversed(range(len(levels))):
+        below = max((levels[other] for other in problem.after[task]), default=0.0)
+        for lock in {problem.lock[other] for other in problem.after[task]} - {-1}:
+            busy = math.fsum(problem.seconds[other] for other in problem.after[task] if problem.lock[other] == lock)
+            below = max(below, busy)
+        levels[task] = problem.seconds[task] + below
+    return levels
+
+
+def orders(problem: Problem, streams: int) -> Iterator[tuple[int, ...]]:
+    """The orders worth trying, each once: most urgent first by three measures, as they become ready, as written."""
+    plain = bottom_levels(problem)
+    found = [
+        _most_urgent_first(plain),
+        _most_urgent_first(bottom_levels(problem, problem.event)),
+        _most_urgent_first(locked_levels(problem)),
+        _as_they_become_ready(problem, plain, streams),
+        tuple(range(len(plain))),
+    ]
+    yield from dict.fromkeys(found)
+
+
+def _most_urgent_first(levels: list[float]) -> tuple[int, ...]:
+    """By falling level; no level is below that of a later task in need of this one, and equal ones stay as written."""
+    return tuple(sorted(range(len(levels)), key=lambda task: (-levels[task], task)))
+
+
+def _as_they_become_ready(problem: Problem, levels: list[float], streams: int) -> tuple[int, ...]:
+    """The order of starts on so many streams whose events cost nothing: the most urgent that is ready comes first."""
+    missing = [len(earlier) for earlier in problem.before]
+    ready = [(-levels[task], task) for task, count in enumerate(missing) if count == 0]
+    heapq.heapify(ready)
+    running: list[tuple[float, int]] = []
+    busy: set[int] = set()
+    order: list[int] = []
+    now = 0.0
+    while ready or running:
+        kept: list[tuple[float, int]] = []
+        while ready and len(running) < streams:
+            entry = heapq.heappop(ready)
+            task = entry[1]
+            if problem.lock[task] in busy:
+                kept.append(entry)
+                continue
+            if problem.lock[task] >= 0:
+                busy.add(problem.lock[task])
+            heapq.heappush(running, (now + problem.seconds[task], task))
+            order.append(task)
+        for entry in kept:
+            heapq.heappush(ready, entry)
+        now, ended = heapq.heappop(running)
+        busy.discard(problem.lock[ended])
+        for other in problem.after[ended]:
+            missing[other] -= 1
+            if missing[other] == 0:
+                heapq.heappush(ready, (-levels[other], other))
+    return tuple(order)

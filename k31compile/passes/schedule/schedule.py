@@ -1,0 +1,102 @@
+"""A schedule as data: what runs on which stream in which order, what waits for what, and what that should take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from k31compile.errors import ScheduleError
+
+MAX_STREAMS = 4
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tasks on streams, with the events that order them across streams.
+
+    All times are predictions of a cost model: a task starts when the one in front of it on its stream and its events
+    let it, and where its engine takes one task at a time, when those that asked for it earlier have ended.
+
+    Attributes:
+        streams: the names of the tasks of each stream, in the order in which they are issued; the first stream is the
+            caller's own and holds the last task of the program.
+        events: (after, before): the second task starts when the first, on another stream, has ended.
+        times: the predicted start and end of each task in seconds.
+        event: the seconds from the end of a task to the start of one on another stream that waits for it.
+        serial: the predicted seconds of all tasks on one stream.
+        critical_path: the predicted seconds of the longest chain of dependences.
+        predicted: the predicted seconds of this schedule.
+    """
+
+    streams: tuple[tuple[str, ...], ...]
+    events: tuple[tuple[str, str], ...]
+    times: Mapping[str, tuple[float, float]]
+    event: float
+    serial: float
+    critical_path: float
+    predicted: float
+
+    @property
+    def stream_of(self) -> dict[str, int]:
+        """The stream of each task."""
+        return {name: stream for stream, names in enumerate(self.streams) for name in names}
+
+    def issue_order(self) -> tuple[str, ...]:
+        """All tasks in one order that keeps each stream's and every event's: what a single program would issue.
+
+        Raises:
+            ScheduleError: there is none, since tasks wait for each other.
+        """
+        waits: dict[str, list[str]] = {}
+        for after, before in self.events:
+            waits.setdefault(before, []).append(after)
+        issued: dict[str, None] = {}
+        nexts = [0] * len(self.streams)
+        while len(issued) < sum(map(len, self.streams)):
+            heads = [
+                (self.times.get(names[at], (0.0, 0.0))[0], stream)
+                for stream, (names, at) in enumerate(zip(self.streams, nexts, strict=True))
+                if at < len(names) and all(after in issued for after in waits.get(names[at], ()))
+            ]
+            if not heads:
+                stuck = [names[at] for names, at in zip(self.streams, nexts, strict=True) if at < len(names)]
+                raise ScheduleError(f"no stream can go on: {', '.join(stuck)} wait for each other")
+            _, stream = min(heads)
+            issued[self.streams[stream][nexts[stream]]] = None
+            nexts[stream] += 1
+        return tuple(issued)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schedule in lists and numbers, as JSON holds it."""
+        return {
+            "streams": [list(names) for names in self.streams],
+            "events": [list(event) for event in self.events],
+            "times": {name: list(span) for name, span in self.times.items()},
+            "event": self.event,
+            "serial": self.serial,
+            "critical_path": self.critical_path,
+            "predicted": self.predicted,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
+        """The schedule that `to_dict` wrote down.
+
+        Raises:
+            ScheduleError: a part is missing or of another form.
+        """
+        try:
+            return cls(
+                streams=tuple(tuple(map(str, names)) for names in data["streams"]),
+                events=tuple((str(after), str(before)) for after, before in data["events"]),
+                times={str(name): (float(start), float(end)) for name, (start, end) in data["times"].items()},
+                event=float(data["event"]),
+                serial=float(data["serial"]),
+                critical_path=float(data["critical_path"]),
+                predicted=float(data["predicted"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScheduleError(
+                f"this is no schedule: {type(error).__name__} {error}", hint="write one with Schedule.to_dict"
+            ) from None
