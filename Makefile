@@ -10,15 +10,16 @@ WORKERS ?= 2
 # the demo can be given its own prompt or flags:  make demo ARGS="--skip inductor"
 ARGS ?=
 
+TEST_ASCEND := pytest pytest-xdist hypothesis
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format bench doctor clean
+.PHONY: help demo test test-all test-ascend check format bench doctor clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.k31-base  ## the main job on real text: compile a small model, generate, compare
 	$(BIN)/k31 demo $(ARGS)
@@ -29,6 +30,9 @@ test: check  ## lint, types and the quick tests
 
 test-all: check  ## lint, types and every test
 	$(BIN)/python -P -m pytest -n $(WORKERS) $(ARGS)
+
+test-ascend: .venv-ascend  ## graphs for Ascend through the real torchair, without a device: a venv of its own
+	.venv-ascend/bin/python -P -m pytest -n $(WORKERS) tests/ascend tests/targets/test_ascend_formulas.py $(ARGS)
 
 check: $(VENV)/.k31-dev  ## lint and types only
 	$(BIN)/ruff check .
@@ -46,13 +50,20 @@ doctor: $(VENV)/.k31-base  ## what this machine has and lacks
 	$(BIN)/k31 doctor
 
 clean:  ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-ascend build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # torch comes first, alone and pinned: a range left to the resolver could bring a CUDA build of gigabytes.
 $(VENV)/.k31-base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	$(PIP) -e .
+	touch $@
+
+# torch_npu breaks `import torch` where there is no CANN, so it is nobody else's; its own dependencies go unsaid by it.
+.venv-ascend: pyproject.toml
+	test -x $@/bin/python || $(PYTHON) -m venv $@
+	$@/bin/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	$@/bin/python -m pip --disable-pip-version-check install --quiet -e ".[ascend]" $(TEST_ASCEND)
 	touch $@
 
 $(VENV)/.k31-dev: $(VENV)/.k31-base

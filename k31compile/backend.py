@@ -46,6 +46,7 @@ class _Capture:
 
     target: str
     graph: fx.GraphModule | None = None
+    inputs: tuple[Any, ...] = ()
 
 
 class _GraphCaptured(Exception):
@@ -57,8 +58,8 @@ _capturing: ContextVar[_Capture | None] = ContextVar("capturing", default=None)
 
 def captured_graph(
     model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str
-) -> fx.GraphModule:
-    """The one graph of a call after the passes of a target; nothing of it is run.
+) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+    """The one graph of a call after the passes of a target, and the tensors that it takes; nothing of it is run.
 
     Raises:
         TraceError: Dynamo does not make one graph of the call, with its reason.
@@ -78,7 +79,7 @@ def captured_graph(
         _capturing.reset(token)
     if capture.graph is None:
         raise TraceError("k31 was given no graph of its own: the call compiled nothing or fell back to Inductor")
-    return capture.graph
+    return capture.graph, capture.inputs
 
 
 def k31(
@@ -183,7 +184,7 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     describe_graph(report, rewritten, example_inputs, with_memory=options.codegen == "ops" or options.lock is not None)
     hold_to_contract(report, options)
     if (capture := _capturing.get()) is not None:
-        capture.graph = rewritten
+        capture.graph, capture.inputs = rewritten, tuple(example_inputs)
         raise _GraphCaptured
     start = time.perf_counter()
     compiled = compile_for_cpu(rewritten, example_inputs, options, report)

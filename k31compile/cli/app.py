@@ -23,12 +23,13 @@ COMMANDS = {
     "demo": "k31compile.cli.demo:demo",
     "explain": "k31compile.cli.explain:explain",
     "check": "k31compile.cli.check:check",
+    "compile": "k31compile.cli.compile:compile",
     "passes": "k31compile.cli.passes:passes",
     "doctor": "k31compile.cli.doctor:doctor",
 }
 """Command name -> module:function, in the order of ``k31 --help``."""
 
-PLANNED = ("bench", "cache", "compile", "new-pass", "run", "weights")
+PLANNED = ("bench", "cache", "new-pass", "run", "weights")
 """Commands that the interface names and that are not built yet."""
 
 _EPILOG = "Every command also takes --json (one JSON document on standard output) and --debug (a traceback)."

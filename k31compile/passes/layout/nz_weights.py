@@ -76,7 +76,8 @@ def _reads_as_weight(user: fx.Node, node: fx.Node) -> bool:
     if str(user.target) == _GROUPED:
         weights: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("weight", ())
         return node in weights
-    return any(user.args[at] is node for at in _PRODUCTS.get(user.target, ()))
+    places = next((at for product, at in _PRODUCTS.items() if user.target is product), ())
+    return any(user.args[at] is node for at in places)
 
 
 def _objection(weight: fx.Node, others: list[fx.Node]) -> str:

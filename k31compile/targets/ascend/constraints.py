@@ -86,8 +86,12 @@ CONSTRAINTS: Mapping[str, Sequence[Constraint]] = {
 
 def violations(operator: str, profile: Profile, values: Mapping[str, Any]) -> list[str]:
     """Each constraint of a torch_npu operator that these values break on a product, as a sentence."""
+
+    def given(one: Constraint) -> str:
+        return str(values[one.what]).removeprefix("torch.")
+
     return [
-        f"{operator} on {profile.name} takes {one.what} {one.allowed}, not {str(values[one.what]).removeprefix('torch.')}"
+        f"{operator} on {profile.name} takes {one.what} {one.allowed}, not {given(one)}"
         for one in CONSTRAINTS[operator]
         if profile.name in one.products and one.what in values and not one.holds(values[one.what])
     ]
@@ -143,7 +147,7 @@ def sparse_flash_attention_objections(
 
 
 def split_heads(profile: Profile, heads: int) -> list[int]:
-    """Groups of heads that the product's sparse attention takes: powers of two on A3, 96 as 64 and 32; largest first."""
+    """Groups of heads that the product's sparse attention takes, largest first: powers of two on A3 (96: 64, 32)."""
     if profile.name != _A3:
         return [heads]
     return [1 << bit for bit in reversed(range(heads.bit_length())) if heads >> bit & 1]

@@ -1,4 +1,4 @@
-"""Lightning indexer and sparse attention (K3.1 spec 2.8, 2.9): torch_npu's operators, or plain ones over gathered pages."""
+"""Lightning indexer and sparse attention (K3.1 spec 2.8, 2.9): torch_npu's operators, or plain ones over pages."""
 
 from typing import Any
 
@@ -40,7 +40,8 @@ def index_by_torch_npu(
         actual_seq_lengths_key=lengths, block_table=tables, layout_query="BSND", layout_key="PA_BSND",
         sparse_count=sparse_count, sparse_mode=0,
     )  # fmt: skip
-    return indices.view(batch, rows, 1, sparse_count)
+    shaped: Tensor = indices.view(batch, rows, 1, sparse_count)
+    return shaped
 
 
 @lowers("lightning_indexer", FORMULA)
@@ -173,7 +174,7 @@ def _rows_as_requests(
     lengths_key: Tensor | None,
     sparse_mode: int,
 ) -> tuple[Tensor, Tensor]:
-    """Lengths int32 [B T] and block tables [B T, blocks]: what each query row sees, for operators of one length each."""
+    """Lengths int32 [B T] and block tables [B T, blocks]: each query row as a request with the length that it sees."""
     assert block_table is not None
     batch, rows = query.shape[:2]
     limit = block_table.shape[1] * key.shape[1]

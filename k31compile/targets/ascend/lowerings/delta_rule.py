@@ -125,10 +125,8 @@ def mega_kda(
         *x, *conv_weight, *(conv_state or ()), raw_gate, a_log, dt_bias, raw_beta, state, out_gate, norm_weight
     )
     heads, width, depth = raw_gate.shape[2], raw_gate.shape[3], out_gate.shape[3]
-    runs = [
-        short_conv(part, weight, state=before)
-        for part, weight, before in zip(x, conv_weight, conv_state or [None] * len(x), strict=True)
-    ]
+    states: Sequence[Tensor | None] = conv_state or [None] * len(x)
+    runs = [short_conv(part, weight, state=before) for part, weight, before in zip(x, conv_weight, states, strict=True)]
     kept = torch.cat([last for _, last in runs], -1) if len(runs) > 1 else runs[0][1]
     y = torch.cat([part for part, _ in runs], -1) if len(runs) > 1 else runs[0][0]
     streams = y.split([heads * width, heads * width, heads * depth], dim=-1)

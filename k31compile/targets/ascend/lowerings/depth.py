@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from k31compile.kernels.attn_res_arguments import Prepare
 from k31compile.kernels.checks import accumulation_dtype
 from k31compile.targets.ascend.lowerings.norms import inverse_rms
 from k31compile.targets.ascend.lowerings.registry import FORMULA, lowers
@@ -15,12 +16,12 @@ def attn_res_prepare(
     """Largest logit, sum of exponentials and mixture of the frozen sums, for each query."""
     dtype = accumulation_dtype(bank, queries)
     bank, queries = bank.to(dtype), queries.to(dtype)
-    counts = None if valid is None else valid.expand(bank.shape[:2]).to(torch.bool)
+    counts = Prepare(bank, queries, eps=eps, valid=valid).mask()
     if counts is not None:
-        bank = torch.where(counts[..., None], bank, torch.zeros_like(bank))
+        bank = torch.where(counts[:, None], bank, torch.zeros_like(bank))
     logits = torch.einsum("mnd,qd->mqn", bank, queries) * inverse_rms(bank, eps).squeeze(-1)[:, None]
     if counts is not None:
-        logits = logits.masked_fill(~counts[:, None], -torch.inf)
+        logits = logits.masked_fill(~counts, -torch.inf)
     if bank.shape[1] == 0:
         rows = (bank.shape[0], queries.shape[0])
         return logits.new_full(rows, -torch.inf), logits.new_zeros(rows), logits.new_zeros((*rows, bank.shape[2]))

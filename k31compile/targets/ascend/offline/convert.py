@@ -19,7 +19,7 @@ _NOT_OPERATORS = ("Data", "Const", "NetOutput", "RefData")
 
 @dataclass(frozen=True)
 class GeNode:
-    """One operator of the GE graph: its name and type, whom it reads, whom it waits for, its stream and super kernel."""
+    """One operator of the GE graph: name and type, whom it reads and waits for, its stream and super kernel."""
 
     name: str
     type: str
@@ -31,7 +31,7 @@ class GeNode:
 
 @dataclass(frozen=True)
 class GeGraph:
-    """What torchair made: its protobuf, which outputs are inputs written in place, and the FX graph that it was made of."""
+    """What torchair made: its protobuf, which outputs are inputs written in place, and the FX graph behind it."""
 
     definition: Any
     written_in_place: dict[int, int]
@@ -52,7 +52,7 @@ class GeGraph:
         """The graph as protobuf text."""
         from google.protobuf import text_format
 
-        return text_format.MessageToString(self.definition)
+        return str(text_format.MessageToString(self.definition))
 
 
 def convert(module: fx.GraphModule, example_inputs: Sequence[Any]) -> GeGraph:

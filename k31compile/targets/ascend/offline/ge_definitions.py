@@ -1,6 +1,6 @@
 """GE's operator definitions as torchair's wheel carries them: names and kinds of inputs, outputs and attributes.
 
-Two sources in one generated file of torchair: comments with GE's own REG_OP declarations, and calls that build an IrDef.
+Two sources in one generated file of torchair: comments with GE's REG_OP declarations, and calls that build an IrDef.
 """
 
 import re

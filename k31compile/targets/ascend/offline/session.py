@@ -1,4 +1,4 @@
-"""torch_npu and torchair opened for a product that is not here: stand-ins for CANN, and its answers for that product."""
+"""torch_npu and torchair opened for a product that is not here: stand-ins for CANN answer for that product."""
 
 import ctypes
 import os
@@ -53,12 +53,12 @@ def _load(profile: Profile) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch_npu
-            import torch_npu.dynamo
+            import torch_npu.dynamo  # noqa: F401  (puts torchair on the path)
             import torchair
             import torchair.core._backend
             import torchair.ops
             import torchair.scope
-            import torchair.scope._wait_tensor  # noqa: F401  (registers air.wait_tensor, which is registered on first use)
+            import torchair.scope._wait_tensor
     except (ImportError, OSError) as error:
         raise BuildError(f"torch_npu does not load over stand-ins of CANN: {error}") from error
     # The number of the device would be asked of the driver.

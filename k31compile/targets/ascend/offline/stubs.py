@@ -53,7 +53,7 @@ def _package_folder() -> Path:
     if found is None or not found.submodule_search_locations:
         raise BuildError(
             "torch_npu is not installed, and the conversion is torchair's",
-            hint="run: make .venv-ascend, and use its python; or pip install 'k31compile[ascend]' into a venv of its own",
+            hint="run: make .venv-ascend, and use its k31; or pip install 'k31compile[ascend]' into a venv of its own",
         )
     return Path(next(iter(found.submodule_search_locations)))
 

@@ -1,0 +1,80 @@
+"""``k31 compile``: a model compiled ahead of its use; today for an Ascend product that is not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from k31compile.cli import console, target
+from k31compile.errors import NotBuiltYetError, UsageError
+
+if TYPE_CHECKING:
+    from k31compile.offline import OfflineGraph
+
+
+def compile(
+    target_name: Annotated[str, typer.Argument(metavar="TARGET", help=target.HELP)],
+    folder: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the graphs are written.")],
+    product: Annotated[str, typer.Option("--target", help="ascend-a3 or ascend-950.")] = "",
+    offline: Annotated[bool, typer.Option("--offline", help="Convert, and stop before a device is needed.")] = False,
+    streams: Annotated[int, typer.Option(help="The most streams that a schedule may use, 1 to 4.")] = 4,
+    layers: Annotated[int | None, typer.Option(help="Build a shipped model with its first N layers only.")] = None,
+) -> None:
+    """Lower every entry of a target for an Ascend product and convert it to GE, without CANN and without an NPU."""
+    if not offline:
+        raise NotBuiltYetError(
+            "k31 compile makes offline Ascend graphs only", hint="add --target ascend-a3 --offline, or wait for F.k31"
+        )
+    if not product:
+        raise UsageError("--offline needs --target", hint="targets: ascend-a3, ascend-950")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file", hint="give -o a folder")
+    entries = target.load_entries(target_name, "bf16" if _is_shipped(target_name) else None, layers)
+    made: list[tuple[OfflineGraph, list[Path]]] = []
+    with console.progress("compile", len(entries)) as advance:
+        for entry in entries:
+            advance(entry.name)
+            from k31compile.offline import compile_offline
+
+            graph = compile_offline(entry, product, streams)
+            made.append((graph, graph.write(folder / entry.name.replace(":", "-"))))
+    data = {"target": target_name, "entries": {graph.name: graph.to_dict() for graph, _ in made}}
+    console.emit(data, lambda out: _render(made, out))
+
+
+def _is_shipped(name: str) -> bool:
+    from k31compile.cli.entries import SHIPPED
+
+    return name.partition(":")[0] in SHIPPED
+
+
+def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
+    for graph, paths in made:
+        data = graph.to_dict()
+        out.print(f"{graph.name} for {graph.profile.name}: {data['verified']}")
+        out.print(_lowered(data["lowered"]))
+        streams = ", ".join(f"{name} {count}" for name, count in sorted(data["streams"].items()))
+        blocks = sum(decision["is_nz"] for decision in data["nz_weights"])
+        out.print(f"GE operators by stream: {streams}; weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
+        schedule = data["schedule"]
+        serial, predicted, bound = (schedule[key] * 1e6 for key in ("serial", "predicted", "critical_path"))
+        out.print(
+            f"predicted, not measured: {predicted:.0f} us in streams, {serial:.0f} us on one, at least {bound:.0f} us"
+        )
+        out.print(f"written: {', '.join(map(str, paths))}\n")
+
+
+def _lowered(decisions: list[dict[str, Any]]) -> Table:
+    table = Table("k31 operator", "calls", "runs as", "why not torch_npu's")
+    counts: dict[tuple[str, str, str], int] = {}
+    for decision in decisions:
+        why = "; ".join(dict.fromkeys(decision["passed_over"]))
+        key = (decision["operator"], decision["provider"], why)
+        counts[key] = counts.get(key, 0) + 1
+    for (operator, provider, why), count in sorted(counts.items()):
+        table.add_row(operator, str(count), provider, why)
+    return table

@@ -1,0 +1,109 @@
+"""An entry compiled for an Ascend product on a machine that has none: the GE graph, its streams, and what was decided.
+
+Structure is what this shows: operators, converters, streams, formats, writes in place. Nothing runs, and no time in
+the result is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k31compile.backend import captured_graph
+from k31compile.passes.layout.nz_weights import NzDecision, decide_nz_weights
+from k31compile.passes.schedule.cost_model import load_costs
+from k31compile.passes.schedule.schedule import Schedule
+from k31compile.passes.schedule.schedule_tasks import schedule_tasks
+from k31compile.passes.schedule.tasks import TaskGraph
+from k31compile.passes.schedule.verify_schedule import verify_schedule
+from k31compile.store import atomic_write
+from k31compile.targets.ascend.lower import Lowered, lower
+from k31compile.targets.ascend.offline.convert import GeGraph, convert
+from k31compile.targets.ascend.offline.formats import mark_formats
+from k31compile.targets.ascend.offline.session import open_session
+from k31compile.targets.ascend.profiles import Profile, profile_of
+from k31compile.targets.ascend.streams import write_streams
+from k31compile.targets.ascend.tasks import tasks_of
+
+if TYPE_CHECKING:
+    from k31compile.entry import Entry
+
+VERIFIED = "structure, with torchair's own converters over stand-ins for CANN; nothing was run on an NPU"
+
+
+@dataclass(frozen=True)
+class OfflineGraph:
+    """One entry, lowered and converted; `inputs` are the caller's own tensors in the order of the graph."""
+
+    name: str
+    inputs: tuple[Any, ...]
+    profile: Profile
+    lowered: Lowered
+    ge: GeGraph
+    schedule: Schedule
+    nz: tuple[NzDecision, ...]
+    versions: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decisions, the counts and the predictions, as JSON has them."""
+        streams: dict[str, int] = {}
+        for node in self.ge.operators():
+            streams[node.stream or "main"] = streams.get(node.stream or "main", 0) + 1
+        return {
+            "entry": self.name,
+            "target": self.profile.name,
+            "verified": VERIFIED,
+            "versions": self.versions,
+            "operators": self.ge.counts(),
+            "streams": streams,
+            "lowered": [asdict(decision) for decision in self.lowered.decisions],
+            "nz_weights": [asdict(decision) for decision in self.nz],
+            "schedule": {
+                "serial": self.schedule.serial,
+                "critical_path": self.schedule.critical_path,
+                "predicted": self.schedule.predicted,
+                "events": len(self.schedule.events),
+            },
+        }
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write graph.pbtxt, fx.txt, schedule.json and report.json, and return their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = {
+            "graph.pbtxt": self.ge.text(),
+            "fx.txt": f"{self.lowered.module.graph}\n",
+            "schedule.json": json.dumps(self.schedule.to_dict(), indent=1) + "\n",
+            "report.json": json.dumps(self.to_dict(), indent=1) + "\n",
+        }
+        for name, text in texts.items():
+            atomic_write(folder / name, text.encode(), mode=0o644)
+        return [folder / name for name in texts]
+
+
+def compile_offline(entry: Entry, target: str, streams: int = 4) -> OfflineGraph:
+    """Compile one entry for an Ascend target, and stop before anything would be loaded onto a device.
+
+    Raises:
+        OptionError: target is no Ascend target.
+        BuildError: torch_npu is not installed, or its stand-ins cannot be built.
+        TraceError: the call is not one graph.
+        TargetError: an operator has no lowering.
+    """
+    profile = profile_of(target)
+    with entry.grad_mode():
+        module, arguments = captured_graph(entry.model, entry.args, entry.kwargs, target)
+    session = open_session(profile)
+    inputs = module.graph.find_nodes(op="placeholder")
+    parameters = [position for position, node in enumerate(inputs) if node.meta.get("is_parameter", False)]
+    lowered = lower(module, profile)
+    nz = decide_nz_weights(lowered.module.graph, parameters)
+    costs = load_costs(target)
+    tasks = TaskGraph(tasks_of(lowered.module, costs))
+    schedule = schedule_tasks(tasks, costs.event.value, streams)
+    verify_schedule(tasks, schedule)
+    write_streams(lowered.module, schedule)
+    ge = convert(lowered.module, lowered.inputs)
+    mark_formats(ge.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
+    return OfflineGraph(entry.name, arguments, profile, lowered, ge, schedule, tuple(nz), session.versions)

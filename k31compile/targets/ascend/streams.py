@@ -1,0 +1,73 @@
+"""A schedule written into a graph for GE: nodes in the order of issue, and a stream's name around each of its runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from k31compile.graph.sizes import is_tensor
+from k31compile.passes.schedule.schedule import Schedule
+
+_KEYS = ["_user_stream_label", "_user_stream_priority"]
+
+
+def stream_name(stream: int) -> str:
+    """The label of a stream in GE; the caller's own, 0, has none."""
+    return f"k31_stream_{stream}"
+
+
+def write_streams(module: fx.GraphModule, schedule: Schedule) -> None:
+    """Reorder the graph as the schedule issues it, with scopes around what runs beside the caller's stream.
+
+    GE itself waits where a value crosses streams; what else the schedule orders becomes a record and a wait. Needs an
+    open torchair, whose operators the scopes are.
+    """
+    graph = module.graph
+    nodes = {node.name: node for node in graph.nodes}
+    issued = [nodes[name] for name in schedule.issue_order() if name in nodes]
+    output = graph.output_node()
+    for node in issued:
+        output.prepend(node)
+    stream_of = schedule.stream_of
+    held_back = _held_back(nodes, schedule)
+    running = 0
+    for node in issued:
+        stream = stream_of[node.name]
+        if stream != running:
+            _switch(graph, node, running, stream)
+            running = stream
+        if node in held_back:
+            with graph.inserting_before(node):
+                graph.call_function(torch.ops.air.wait.default, (held_back[node],))
+    if running:
+        with graph.inserting_before(output):
+            graph.call_function(torch.ops.air.scope_exit.default, ())
+    graph.lint()
+    module.recompile()
+
+
+def _switch(graph: fx.Graph, before: fx.Node, running: int, stream: int) -> None:
+    with graph.inserting_before(before):
+        if running:
+            graph.call_function(torch.ops.air.scope_exit.default, ())
+        if stream:
+            values = [stream_name(stream), "0"]
+            graph.call_function(torch.ops.air.scope_enter.default, (_KEYS, values))
+
+
+def _held_back(nodes: dict[str, fx.Node], schedule: Schedule) -> dict[fx.Node, list[fx.Node]]:
+    """Tasks that wait for another whose value they do not take: the cube left to somebody else, a cache's reader."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for after, before in schedule.events:
+        if after in nodes and before in nodes and nodes[after] not in nodes[before].all_input_nodes:
+            ended = _tensor_of(nodes[after])
+            if ended is not None:
+                found.setdefault(nodes[before], []).append(ended)
+    return found
+
+
+def _tensor_of(node: fx.Node) -> fx.Node | None:
+    """The node, or the first part of a result of several: what a wait can name."""
+    if is_tensor(node):
+        return node
+    return next((user for user in node.users if is_tensor(user)), None)

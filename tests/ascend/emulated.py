@@ -1,0 +1,92 @@
+"""torch_npu's operators on the CPU, by our definitions of what they compute, so that a lowered graph has numbers."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx
+
+from k31compile.kernels.registry import OPERATORS
+
+_SKIPPED = ("scope_enter", "scope_exit", "wait", "record")
+
+
+class Emulated(fx.Interpreter):
+    """Runs a lowered graph: streams and waits are left out, and what is made on the device is made here."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """One node; an operator of torch_npu that is not known here is an error."""
+        kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+        if isinstance(target, torch._ops.OpOverload):
+            if target.namespace == "air" and target._opname in _SKIPPED:
+                return None
+            if target.namespace == "npu":
+                kernel = KERNELS[target._opname]
+                return kernel(*args, **{**_defaults(target, kernel), **kwargs})
+        return super().call_function(target, args, kwargs)
+
+
+def _defaults(target: torch._ops.OpOverload, kernel: Any) -> dict[str, Any]:
+    """The schema's values of a kernel's keyword arguments: a graph does not repeat them."""
+    asked = inspect.signature(kernel).parameters
+    return {
+        argument.name: argument.default_value
+        for argument in target._schema.arguments
+        if argument.has_default_value() and argument.name in asked and asked[argument.name].kind.name == "KEYWORD_ONLY"
+    }
+
+
+def _index(query, key, weights, *, actual_seq_lengths_key, block_table, layout_query, layout_key, sparse_count,
+           sparse_mode):  # fmt: skip
+    assert (layout_query, layout_key, sparse_mode) == ("BSND", "PA_BSND", 0)
+    assert actual_seq_lengths_key.shape == query.shape[:1]
+    found = OPERATORS["lightning_indexer"].reference(
+        query, key, weights, actual_seq_lengths_key=actual_seq_lengths_key, block_table=block_table,
+        layout_key=layout_key, sparse_count=sparse_count, sparse_mode=sparse_mode,
+    )  # fmt: skip
+    return found, torch.empty(0)
+
+
+def _attend(query, key, value, indices, scale, *, block_table, actual_seq_lengths_kv, query_rope, key_rope,
+            sparse_block_size, layout_query, layout_kv, sparse_mode, attention_mode):  # fmt: skip
+    assert query.shape[2] in (1, 2, 4, 8, 16, 32, 64, 128)
+    found = OPERATORS["sparse_flash_attention"].reference(
+        query, key, value, indices, scale, block_table=block_table, actual_seq_lengths_kv=actual_seq_lengths_kv,
+        query_rope=query_rope, key_rope=key_rope, sparse_block_size=sparse_block_size, layout_query=layout_query,
+        layout_kv=layout_kv, sparse_mode=sparse_mode, attention_mode=attention_mode,
+    )  # fmt: skip
+    return found, torch.empty(0), torch.empty(0)
+
+
+def _gate(x, k, *, bias, k_group, group_count, group_select_mode, renorm, norm_type, routed_scaling_factor, eps):
+    assert (renorm, norm_type) == (0, 1)
+    weights, chosen = OPERATORS["moe_gating_top_k"].reference(
+        x, k, bias=bias, k_group=k_group, group_count=group_count, group_select_mode=group_select_mode,
+        routed_scaling_factor=routed_scaling_factor, eps=eps,
+    )  # fmt: skip
+    return weights, chosen, torch.empty(0)
+
+
+def _grouped_matmul(x, weight, *, group_list, split_item, group_type, group_list_type):
+    assert (split_item, group_type, group_list_type) == (3, 0, 1)
+    (rows,), (stack,) = x, weight
+    assert int(group_list.sum()) == rows.shape[0]
+    parts = rows.split(group_list.tolist())
+    return [torch.cat([part @ matrix for part, matrix in zip(parts, stack, strict=True)])]
+
+
+def _scatter(cache, places, rows):
+    cache[tuple(places.unbind(1))] = rows
+    return cache
+
+
+KERNELS = {
+    "npu_lightning_indexer": _index,
+    "npu_sparse_flash_attention": _attend,
+    "npu_moe_gating_top_k": _gate,
+    "npu_grouped_matmul": _grouped_matmul,
+    "npu_scatter_nd_update_": _scatter,
+}

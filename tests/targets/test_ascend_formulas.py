@@ -1,0 +1,251 @@
+"""What runs on an NPU where torch_npu has no operator: each formula against its operator's definition, in float64."""
+
+import pytest
+import torch
+
+import k31compile.targets.ascend.lowerings  # noqa: F401  (registers them)
+from k31compile.kernels.registry import OPERATORS
+from k31compile.targets.ascend.decompositions import OURS
+from k31compile.targets.ascend.lowerings.registry import FORMULA, LOWERINGS, choose
+from k31compile.targets.ascend.profiles import PROFILES
+
+A3 = PROFILES["ascend-a3"]
+BOUND = 1e-12
+
+
+class Draw:
+    """Seeded float64 tensors of any shape."""
+
+    def __init__(self, seed=0):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape):
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def integers(self, low, high, *shape):
+        return torch.randint(low, high, shape, generator=self.generator)
+
+
+def formula_of(operator):
+    (found,) = [one for one in LOWERINGS[operator] if one.provider == FORMULA]
+    return lambda *args, **kwargs: found.run(A3, *args, **kwargs)
+
+
+def hold(operator, *args, **kwargs):
+    """Formula and definition agree on dtype, shape and value; NaN and infinities where the other has them."""
+    got, expected = formula_of(operator)(*args, **kwargs), OPERATORS[operator].reference(*args, **kwargs)
+    pairs = zip(got, expected, strict=True) if isinstance(expected, tuple) else [(got, expected)]
+    for one, other in pairs:
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        bound = BOUND if other.dtype == torch.float64 else 1e-2 if other.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("weight_cast", ["before", "after", "between"])
+@pytest.mark.parametrize("activation", ["sigmoid", "silu"])
+def test_gated_rms_norm(activation, weight_cast, dtype):
+    draw = Draw()
+    x, gate, weight = (t.to(dtype) for t in (draw(2, 3, 5, 7), draw(2, 3, 5, 7), draw(7)))
+    hold("gated_rms_norm", x, gate, weight, eps=1e-5, activation=activation, weight_cast=weight_cast)
+
+
+def test_gated_rms_norm_after_the_gate():
+    draw = Draw()
+    hold("gated_rms_norm", draw(4, 7), draw(4, 7), draw(7), eps=1e-5, activation="silu", norm_before_gate=False)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 5])
+def test_attn_res_prepare(blocks):
+    draw = Draw()
+    hold("attn_res_prepare", draw(6, blocks, 11), draw(3, 11), eps=1e-5)
+
+
+@pytest.mark.parametrize("valid", [[True, False, True], [False] * 3, 0, 2])
+def test_attn_res_prepare_where_some_blocks_do_not_count(valid):
+    draw = Draw()
+    bank = draw(4, 3, 11)
+    bank[:, 1 if valid != 2 else 2] = torch.nan  # what does not count is not read
+    hold("attn_res_prepare", bank, draw(2, 11), eps=1e-5, valid=torch.tensor(valid))
+
+
+@pytest.mark.parametrize("with_delta", [True, False])
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_attn_res_update(with_delta, with_norm):
+    draw = Draw()
+    prepared = OPERATORS["attn_res_prepare"].reference(draw(5, 2, 11), draw(1, 11), eps=1e-5)
+    maximum, total, mixture = (x[:, 0] for x in prepared)
+    hold(
+        "attn_res_update", draw(5, 11), draw(5, 11) if with_delta else None, maximum, total, mixture, draw(11),
+        eps=1e-5, norm_weight=draw(11) if with_norm else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("layout", ["KV", "VK"])
+@pytest.mark.parametrize("operator", ["kda_recurrent", "gated_delta_recurrent"])
+def test_delta_rule(operator, layout, tokens):
+    draw = Draw()
+    gate = -draw(2, tokens, 3, 5).abs() if operator == "kda_recurrent" else -draw(2, tokens, 3).abs()
+    state = draw(2, 3, 5, 7) if layout == "KV" else draw(2, 3, 7, 5)
+    hold(
+        operator, draw(2, tokens, 3, 5), draw(2, tokens, 3, 5), draw(2, tokens, 3, 7), gate,
+        torch.sigmoid(draw(2, tokens, 3)), state, scale=0.3, state_layout=layout,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [None, [0, 3, 5]])
+@pytest.mark.parametrize("activation", ["silu", "none"])
+def test_short_conv(activation, lengths):
+    draw = Draw()
+    options = {"bias": draw(6), "state": draw(3, 3, 6), "activation": activation}
+    lengths = None if lengths is None else torch.tensor(lengths)
+    hold("short_conv", draw(3, 5, 6), draw(6, 4), actual_seq_lengths=lengths, **options)
+    hold("short_conv", draw(3, 1, 6), draw(6, 4))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_mega_kda(bound, packed):
+    draw, heads, width, depth = Draw(), 3, 5, 7
+    channels = [heads * width, heads * width, heads * depth]
+    channels = [sum(channels)] if packed else channels
+    hold(
+        "mega_kda", [draw(2, 2, c) for c in channels], [draw(c, 4) for c in channels],
+        [draw(2, 3, c) for c in channels], draw(2, 2, heads, width), draw(heads), draw(heads, width),
+        draw(2, 2, heads), draw(2, heads, width, depth), draw(2, 2, heads, depth), draw(depth),
+        norm_eps=1e-5, lower_bound=bound, beta_factor=2.0, scale=0.4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("norm_type", [0, 1])
+@pytest.mark.parametrize("renorm", [True, False])
+def test_moe_gating_top_k(renorm, norm_type, groups):
+    draw = Draw()
+    options = {"k_group": min(groups, 2), "group_count": groups, "norm_type": norm_type, "renorm": renorm}
+    hold("moe_gating_top_k", draw(6, 12), 4, bias=draw(12), routed_scaling_factor=2.5, **options)
+
+
+@pytest.mark.parametrize("activation", ["situ", "swiglu"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_grouped_experts(stacked, activation):
+    draw = Draw()
+    gate, up, down = draw(5, 4, 6), draw(5, 4, 6), draw(5, 7, 4)
+    chosen = draw.integers(-1, 6, 9, 2)
+    stacks = [[w] if stacked else list(w) for w in (gate, up, down)]
+    hold("grouped_experts", draw(9, 6), chosen, draw(9, 2), *stacks, activation=activation)
+
+
+def caches(draw, rows=3, paged=True):
+    """Pages of a cache [blocks, page, 1, .] in a drawn order, and a block table; or the same without pages."""
+    blocks = torch.randperm(8, generator=draw.generator)[:6].view(2, 3)
+    return (draw(8, 4, 1, 6), blocks) if paged else (draw(2, 12, 1, 6), None)
+
+
+@pytest.mark.parametrize("count", [3, 12, 17])
+@pytest.mark.parametrize("paged", [True, False])
+def test_lightning_indexer(paged, count):
+    draw = Draw()
+    key, table = caches(draw, paged=paged)
+    lengths = torch.tensor([[5, 6, 7], [0, 1, 2]])
+    hold(
+        "lightning_indexer", draw(2, 3, 4, 6), key, draw(2, 3, 4), actual_seq_lengths_key=lengths, block_table=table,
+        layout_key="PA_BSND" if paged else "BSND", sparse_count=count, sparse_mode=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_sparse_flash_attention(paged):
+    draw = Draw()
+    key, table = caches(draw, paged=paged)
+    rope = draw(*key.shape[:3], 2)
+    indices = draw.integers(-1, 12, 2, 3, 1, 5)
+    hold(
+        "sparse_flash_attention", draw(2, 3, 4, 6), key, key, indices, 0.3, block_table=table,
+        actual_seq_lengths_kv=torch.tensor([[5, 6, 7], [0, 1, 12]]), query_rope=draw(2, 3, 4, 2), key_rope=rope,
+        layout_kv="PA_BSND" if paged else "BSND", sparse_mode=0,
+    )  # fmt: skip
+
+
+def test_masks_are_kept():
+    draw = Draw()
+    key, _ = caches(draw, paged=False)
+    mask = draw(2, 3, 12) > 0
+    hold("lightning_indexer", draw(2, 3, 4, 6), key, draw(2, 3, 4), sparse_count=4, sparse_mode=0, mask=mask)
+    indices = draw.integers(0, 12, 2, 3, 1, 5)
+    hold("sparse_flash_attention", draw(2, 3, 4, 6), key, key, indices, 0.3, sparse_mode=0, mask=mask.double())
+
+
+X = Draw(5)(3, 4, 5) * 30
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        (torch.ops.aten.softplus.default, (X,)),
+        (torch.ops.aten.softplus.default, (X, 2.0, 10.0)),
+        (torch.ops.aten.amax.default, (X, [1])),
+        (torch.ops.aten.amax.default, (X, [0, -1], True)),
+        (torch.ops.aten.amax.default, (X,)),
+        (torch.ops.aten.exp2.default, (X,)),
+    ],
+)
+def test_decompositions(operator, arguments):
+    torch.testing.assert_close(OURS[operator](*arguments), operator(*arguments), rtol=1e-12, atol=1e-12)
+
+
+def test_every_decomposition_is_tried_here():
+    assert {str(operator) for operator in OURS} == {"aten.softplus.default", "aten.amax.default", "aten.exp2.default"}
+
+
+HALF = {"dtype": torch.bfloat16, "device": "meta"}
+
+
+def indexer_call(heads=64, width=128, page=128, dtype=torch.bfloat16, count=2048, profile="ascend-a3"):
+    query, key = torch.empty(1, 1, heads, width, **HALF), torch.empty(9, page, 1, width, **HALF)
+    weights = torch.empty(1, 1, heads, dtype=dtype, device="meta")
+    return choose(
+        "lightning_indexer", PROFILES[profile], query, key, weights, layout_key="PA_BSND", sparse_count=count
+    )[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"width": 64}, "takes index head dim 128, not 64"),
+        ({"heads": 65}, "index heads 1 to 64, not 65"),
+        ({"heads": 12, "profile": "ascend-950"}, "index heads one of 8, 16, 24, 32, 64, not 12"),
+        ({"page": 24}, "block size a multiple of 16"),
+        ({"count": 2049}, "sparse_count 1 to 2048, or 3072"),
+        ({"dtype": torch.float32, "profile": "ascend-950"}, "weights dtype one of bfloat16, float16, not float32"),
+    ],
+)
+def test_a_broken_constraint_is_named_and_the_formula_taken(change, reason):
+    decision = indexer_call(**change)
+    assert decision.provider == FORMULA
+    assert any(reason in told for told in decision.passed_over), decision.passed_over
+
+
+@pytest.mark.parametrize("change", [{}, {"dtype": torch.float32}, {"heads": 1}, {"count": 4096}])
+def test_what_the_documents_allow_is_torch_npus(change):
+    assert indexer_call(**change).passed_over == ()
+
+
+def attention_call(heads, profile):
+    query, rope = torch.empty(1, 1, heads, 512, **HALF), torch.empty(1, 1, heads, 64, **HALF)
+    key, key_rope = torch.empty(9, 128, 1, 512, **HALF), torch.empty(9, 128, 1, 64, **HALF)
+    indices = torch.empty(1, 1, 1, 2048, dtype=torch.int32, device="meta")
+    return choose(
+        "sparse_flash_attention", PROFILES[profile], query, key, key, indices, 0.1, query_rope=rope, key_rope=key_rope,
+        layout_kv="PA_BSND",
+    )[1]  # fmt: skip
+
+
+@pytest.mark.parametrize(("profile", "heads"), [("ascend-a3", 96), ("ascend-950", 96), ("ascend-a3", 128)])
+def test_heads_of_the_large_model_are_taken(profile, heads):
+    assert attention_call(heads, profile).provider == "torch_npu"
+
+
+def test_more_heads_than_the_product_has_groups_for():
+    assert "query heads 1 to 128, not 129" in attention_call(129, "ascend-950").passed_over[0]
