@@ -92,7 +92,7 @@ def test_who_asks_first_for_the_cube_has_it_first():
     schedule = Schedule((("a",), ("first", "b")), (), served, 0.1, 2.5, 1.5, 2.0)
     verify_schedule(graph, schedule)
     turned = {"a": (1.5, 2.5), "first": (0.0, 0.5), "b": (0.5, 1.5)}
-    with pytest.raises(ScheduleError, match="'b' is predicted to start before 'a' lets it|'a' may start at 0.0"):
+    with pytest.raises(ScheduleError, match=r"'b' is predicted to start before 'a' lets it|'a' may start at 0.0"):
         verify_schedule(graph, replace(schedule, times=turned, predicted=2.5))
 
 

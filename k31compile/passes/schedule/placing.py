@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from k31compile.passes.schedule.tasks import IN_ONE_ORDER, ONE_AT_A_TIME, TaskGraph
 
@@ -20,6 +21,7 @@ class Problem:
         after: the tasks that wait for it.
         lock: for a task whose engine takes one at a time the number of that engine, else -1.
         event: the seconds from the end of a task to the start of one on another stream that waits for it.
+        bound: no placement ends earlier.
         tolerance: times this close are taken as the same.
     """
 
@@ -28,6 +30,7 @@ class Problem:
     after: tuple[tuple[int, ...], ...]
     lock: tuple[int, ...]
     event: float
+    bound: float
     tolerance: float
 
     @classmethod
@@ -44,8 +47,17 @@ class Problem:
             after=tuple(map(tuple, after)),
             lock=tuple(locks.get(task.engine, -1) for task in graph.tasks),
             event=event,
+            bound=graph.bound,
             tolerance=1e-9 * (graph.serial + event),
         )
+
+    @cached_property
+    def levels(self) -> list[float]:
+        """For each task the longest chain from its start to the end."""
+        levels = [0.0] * len(self.seconds)
+        for task in reversed(range(len(levels))):
+            levels[task] = self.seconds[task] + max((levels[other] for other in self.after[task]), default=0.0)
+        return levels
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,11 @@ class Placement:
     def makespan(self) -> float:
         """The last end."""
         return max(self.end, default=0.0)
+
+    @property
+    def is_at_the_bound(self) -> bool:
+        """Whether nothing can end earlier."""
+        return self.makespan <= self.problem.bound + self.problem.tolerance
 
     @cached_property
     def streams(self) -> int:
@@ -134,8 +151,7 @@ def on_one_stream(problem: Problem) -> Placement:
     return place(problem, order, streams=1, wanted=[0] * len(order))
 
 
-@dataclass(frozen=True)
-class _Turn:
+class _Turn(NamedTuple):
     """The last task that was given an engine which takes one at a time, and when it asked for it."""
 
     task: int
@@ -144,8 +160,7 @@ class _Turn:
     end: float
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """A place for a task: its stream, when it asks for its engine, when it starts, and whether it is held back."""
 
     stream: int
@@ -162,6 +177,20 @@ def place(
     A task goes where it can start first; where several streams are no more than `patience` seconds later, to one of
     them that waits for fewest others. With `wanted` it goes where that says.
     """
+    placement = place_within(problem, order, streams, math.inf, patience, wanted)
+    assert placement is not None
+    return placement
+
+
+def place_within(
+    problem: Problem,
+    order: Sequence[int],
+    streams: int,
+    limit: float,
+    patience: float = 0.0,
+    wanted: Sequence[int] | None = None,
+) -> Placement | None:
+    """Place the tasks as `place` does, or return None as soon as they cannot all end by the limit."""
     count = len(problem.seconds)
     stream, starts, end, held = [-1] * count, [0.0] * count, [0.0] * count, [-1] * count
     free = [0.0] * (1 if wanted is None else streams)
@@ -176,6 +205,8 @@ def place(
                 free.append(0.0)
             slots = [_slot(problem, task, here, free, latest, turn) for here in range(len(free))]
             slot = _best_slot(slots, free, latest, patience + problem.tolerance)
+        if slot.start + problem.levels[task] > limit:
+            return None
         stream[task], starts[task] = slot.stream, slot.start
         end[task] = free[slot.stream] = slot.start + problem.seconds[task]
         if turn is not None and slot.is_held:

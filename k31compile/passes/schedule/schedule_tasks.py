@@ -38,6 +38,8 @@ def schedule_tasks(graph: TaskGraph, event_seconds: float, streams: int = MAX_ST
     problem = Problem.of(graph, event_seconds)
     best = on_one_stream(problem)
     for width in range(2, min(streams, len(graph.tasks)) + 1):
+        if best.is_at_the_bound:
+            break
         tried = _best_on(problem, width)
         if tried.is_better(best):
             best = tried
@@ -55,6 +57,8 @@ def _best_on(problem: Problem, streams: int) -> Placement:
     budget = Budget(_PLACEMENTS)
     best = found[0]
     for start in found:
+        if start is not found[0] and best.is_at_the_bound:
+            break
         tried = improve(problem, start, streams, budget)
         if tried.is_better(best):
             best = tried
