@@ -48,7 +48,9 @@ def test_the_issue_order_keeps_streams_and_events(graph, event):
     schedule = schedule_tasks(graph, event)
     order = schedule.issue_order()
     assert sorted(order) == sorted(task.name for task in graph.tasks)
-    one_stream = Schedule((order,), (), schedule.times, event, schedule.serial, schedule.critical_path, schedule.serial)
+    one_stream = Schedule(
+        (order,), (), (), schedule.times, event, schedule.serial, schedule.critical_path, schedule.serial
+    )
     assert all(order.index(after) < order.index(before) for after, before in schedule.events)
     assert all([name for name in order if name in names] == list(names) for names in schedule.streams)
     assert all(order.index(one) < order.index(other) for one, other in graph.edges())

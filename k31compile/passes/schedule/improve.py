@@ -30,7 +30,7 @@ def improve(problem: Problem, placement: Placement, streams: int, budget: Budget
                     return best
                 budget.placements -= count
                 limit = best.makespan + problem.tolerance
-                tried = place_within(problem, order, streams, limit, wanted=wanted)
+                tried = place_within(problem, order, streams, limit, wanted)
                 if tried is not None and tried.is_better(best):
                     best, moved = tried, True
                     break

@@ -169,26 +169,18 @@ class _Slot(NamedTuple):
     is_held: bool
 
 
-def place(
-    problem: Problem, order: Sequence[int], streams: int, patience: float = 0.0, wanted: Sequence[int] | None = None
-) -> Placement:
+def place(problem: Problem, order: Sequence[int], streams: int, wanted: Sequence[int] | None = None) -> Placement:
     """Place the tasks in an order that keeps every dependence.
 
-    A task goes where it can start first; where several streams are no more than `patience` seconds later, to one of
-    them that waits for fewest others. With `wanted` it goes where that says.
+    A task goes to the stream where it can start first, or where `wanted` says.
     """
-    placement = place_within(problem, order, streams, math.inf, patience, wanted)
+    placement = place_within(problem, order, streams, math.inf, wanted)
     assert placement is not None
     return placement
 
 
 def place_within(
-    problem: Problem,
-    order: Sequence[int],
-    streams: int,
-    limit: float,
-    patience: float = 0.0,
-    wanted: Sequence[int] | None = None,
+    problem: Problem, order: Sequence[int], streams: int, limit: float, wanted: Sequence[int] | None = None
 ) -> Placement | None:
     """Place the tasks as `place` does, or return None as soon as they cannot all end by the limit."""
     count = len(problem.seconds)
@@ -204,7 +196,7 @@ def place_within(
             if len(free) < streams and free[-1] > 0.0:
                 free.append(0.0)
             slots = [_slot(problem, task, here, free, latest, turn) for here in range(len(free))]
-            slot = _best_slot(slots, free, latest, patience + problem.tolerance)
+            slot = _best_slot(slots, free, latest, problem.tolerance)
         if slot.start + problem.levels[task] > limit:
             return None
         stream[task], starts[task] = slot.stream, slot.start
@@ -247,13 +239,13 @@ def _slot(
     return _Slot(here, asked, asked, True)
 
 
-def _best_slot(slots: Sequence[_Slot], free: Sequence[float], latest: Sequence[float], patience: float) -> _Slot:
-    """Of the slots that start early enough one with few waits, then that on the stream which is idle for least."""
-    enough = min(slot.start for slot in slots) + patience
+def _best_slot(slots: Sequence[_Slot], free: Sequence[float], latest: Sequence[float], tolerance: float) -> _Slot:
+    """Of the slots that start first one with fewest waits, then that on the stream which is idle for least."""
+    first = min(slot.start for slot in slots) + tolerance
     waits = sum(end > -math.inf for end in latest)
 
     def rank(slot: _Slot) -> tuple[float, float, int]:
         crossing = waits - (latest[slot.stream] > -math.inf) + slot.is_held
         return crossing, slot.start - free[slot.stream], slot.stream
 
-    return min((slot for slot in slots if slot.start <= enough), key=rank)
+    return min((slot for slot in slots if slot.start <= first), key=rank)

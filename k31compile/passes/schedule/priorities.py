@@ -31,12 +31,12 @@ def locked_levels(problem: Problem) -> list[float]:
 
 
 def orders(problem: Problem, streams: int) -> Iterator[tuple[int, ...]]:
-    """The orders worth trying, each once: most urgent first by three measures, as they become ready, as written."""
+    """The orders worth trying, each once: as they become ready, most urgent first by three measures, as written."""
     found = [
+        _as_they_become_ready(problem, problem.levels, streams),
         _most_urgent_first(problem.levels),
         _most_urgent_first(levels_with_events(problem)),
         _most_urgent_first(locked_levels(problem)),
-        _as_they_become_ready(problem, problem.levels, streams),
         tuple(range(len(problem.seconds))),
     ]
     yield from dict.fromkeys(found)
