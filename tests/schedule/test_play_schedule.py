@@ -14,7 +14,7 @@ from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.tasks import Task, TaskGraph
 
-DRAWS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+DRAWS = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
 @DRAWS

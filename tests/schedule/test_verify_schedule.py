@@ -96,7 +96,7 @@ def test_who_asks_first_for_the_cube_has_it_first():
         verify_schedule(graph, replace(schedule, times=turned, predicted=2.5))
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(150, marks=pytest.mark.slow)])
 def test_every_single_event_is_needed(count):
     """Drop any one event of many schedules: each time the verifier objects, so none is too many either."""
     dropped = 0
@@ -112,7 +112,7 @@ def test_every_single_event_is_needed(count):
     assert dropped > 2 * count
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(80, marks=pytest.mark.slow)])
 def test_every_single_keep_is_needed(count):
     """A result that another stream reads must not be freed when its own stream is done with it."""
     dropped = 0
