@@ -84,12 +84,10 @@ def test_with_the_figures_of_a_target_it_is_no_slower_than_one_stream(target, to
         return costs.seconds_of(10 * tokens * width, 4 * tokens * width, "vector")
 
     graph = prolog(
-        product(7168, 128),
-        elementwise(128),
-        elementwise(128),
-        product(1536, 8192),
-        elementwise(8192),
+        *(product(7168, 128), elementwise(128), elementwise(128)),
+        *(product(1536, 8192), elementwise(8192)),
         product(7168, 64),
+        unit=1e-6,
     )
     schedule = schedule_tasks(graph, costs.event.value)
     verify_schedule(graph, schedule)

@@ -18,7 +18,7 @@ from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.tasks import Task, TaskGraph
 from k31compile.passes.schedule.verify_schedule import verify_schedule
 
-DRAWS = settings(max_examples=25, deadline=None, derandomize=True, database=None)
+DRAWS = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 events = st.sampled_from([0.0, 0.3e-6, 1.5e-6, 20e-6])
 widths = st.integers(1, 4)
 
@@ -48,7 +48,9 @@ def test_the_issue_order_keeps_streams_and_events(graph, event):
     schedule = schedule_tasks(graph, event)
     order = schedule.issue_order()
     assert sorted(order) == sorted(task.name for task in graph.tasks)
-    one_stream = Schedule((order,), (), schedule.times, event, schedule.serial, schedule.critical_path, schedule.serial)
+    one_stream = Schedule(
+        (order,), (), (), schedule.times, event, schedule.serial, schedule.critical_path, schedule.serial
+    )
     assert all(order.index(after) < order.index(before) for after, before in schedule.events)
     assert all([name for name in order if name in names] == list(names) for names in schedule.streams)
     assert all(order.index(one) < order.index(other) for one, other in graph.edges())
@@ -56,7 +58,7 @@ def test_the_issue_order_keeps_streams_and_events(graph, event):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_many_more_graphs(seed):
     """Larger ones, each with 500 random interleavings."""
     draw = random.Random(f"many {seed}")
@@ -70,11 +72,18 @@ def test_many_more_graphs(seed):
 
 
 def test_more_streams_are_never_slower():
-    for seed in range(10):
+    for seed in range(6):
         graph = drawn_graph(random.Random(seed), most=20)
         spans = [schedule_tasks(graph, 0.5e-6, streams).predicted for streams in (1, 2, 3, 4)]
         assert spans == sorted(spans, reverse=True)
         assert spans[0] == pytest.approx(graph.serial)
+
+
+def test_a_longer_search_is_never_worse():
+    for seed in range(3):
+        graph = drawn_graph(random.Random(seed), most=40, least=30)
+        spans = [schedule_tasks(graph, 0.5e-6, search=search).predicted for search in (0, 5_000, 30_000)]
+        assert spans == sorted(spans, reverse=True)
 
 
 def test_independent_tasks_are_spread_and_chains_are_not():
@@ -111,10 +120,11 @@ def test_what_is_no_schedule(data):
         Schedule.from_dict(data)
 
 
-def test_small_graphs_are_near_the_optimum(capsys):
-    """200 graphs of up to 7 tasks on 2 or 3 streams, each against the best of all schedules in the same model."""
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_small_graphs_are_near_the_optimum(count, capsys):
+    """Graphs of up to 7 tasks on 2 or 3 streams, each against the best of all schedules in the same model."""
     over = {}
-    for seed in range(200):
+    for seed in range(count):
         draw = random.Random(f"small {seed}")
         graph = drawn_graph(draw, most=7, least=4)
         event, streams = draw.choice([0.2e-6, 1.0e-6]), draw.choice([2, 3])
@@ -124,11 +134,10 @@ def test_small_graphs_are_near_the_optimum(capsys):
     worst = max(over, key=over.get)
     with capsys.disabled():
         mean, missed = statistics.mean(over.values()), sum(value > 1e-9 for value in over.values())
-        print(
-            f"\n200 small graphs: {mean:.3%} over the optimum, {missed} not optimal, worst {over[worst]:.2%} ({worst})"
-        )
-    assert mean <= 0.01
-    assert over[worst] <= 0.15
+        print(f"\n{count} small graphs: {mean:.3%} over the optimum, {missed} not optimal", end=", ")
+        print(f"worst {over[worst]:.2%} (seed {worst})")
+    assert mean <= 0.005
+    assert over[worst] <= 0.10
 
 
 @pytest.mark.slow

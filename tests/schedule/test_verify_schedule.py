@@ -28,7 +28,7 @@ TIMES = {"a": (0.0, 1.0), "b": (0.0, 1.0), "c": (1.0, 2.0), "d": (2.0, 3.0), "e"
 
 
 def scheduled(streams, events, times=TIMES):
-    return Schedule(tuple(map(tuple, streams)), tuple(events), times, 0.0, 5.0, 3.0, 4.0)
+    return Schedule(tuple(map(tuple, streams)), tuple(events), (), times, 0.0, 5.0, 3.0, 4.0)
 
 
 RIGHT = scheduled([["a", "c", "d"], ["b", "e"]], [("b", "c"), ("d", "e")])
@@ -79,7 +79,7 @@ def test_a_prediction_must_not_promise_more_than_the_order(name, span, words):
 @pytest.mark.parametrize(("engine", "words"), [("cube", "run at once"), ("communication", "in either order")])
 def test_two_tasks_that_ask_for_one_engine_at_once_are_told(engine, words):
     graph = TaskGraph([Task("a", 1.0, engine), Task("b", 1.0, engine)])
-    side_by_side = Schedule((("a",), ("b",)), (), {"a": (0.0, 1.0), "b": (1.0, 2.0)}, 0.5, 2.0, 1.0, 2.0)
+    side_by_side = Schedule((("a",), ("b",)), (), (), {"a": (0.0, 1.0), "b": (1.0, 2.0)}, 0.5, 2.0, 1.0, 2.0)
     with pytest.raises(ScheduleError, match=f"'a' and 'b' may .*{words}"):
         verify_schedule(graph, side_by_side)
     held = replace(side_by_side, events=(("a", "b"),), times={"a": (0.0, 1.0), "b": (1.5, 2.5)}, predicted=2.5)
@@ -89,14 +89,14 @@ def test_two_tasks_that_ask_for_one_engine_at_once_are_told(engine, words):
 def test_who_asks_first_for_the_cube_has_it_first():
     graph = TaskGraph([Task("a", 1.0, "cube"), Task("first", 0.5, "vector"), Task("b", 1.0, "cube", inputs=("first",))])
     served = {"a": (0.0, 1.0), "first": (0.0, 0.5), "b": (1.0, 2.0)}
-    schedule = Schedule((("a",), ("first", "b")), (), served, 0.1, 2.5, 1.5, 2.0)
+    schedule = Schedule((("a",), ("first", "b")), (), (), served, 0.1, 2.5, 1.5, 2.0)
     verify_schedule(graph, schedule)
     turned = {"a": (1.5, 2.5), "first": (0.0, 0.5), "b": (0.5, 1.5)}
     with pytest.raises(ScheduleError, match=r"'b' is predicted to start before 'a' lets it|'a' may start at 0.0"):
         verify_schedule(graph, replace(schedule, times=turned, predicted=2.5))
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(150, marks=pytest.mark.slow)])
 def test_every_single_event_is_needed(count):
     """Drop any one event of many schedules: each time the verifier objects, so none is too many either."""
     dropped = 0
@@ -110,6 +110,23 @@ def test_every_single_event_is_needed(count):
                 verify_schedule(graph, replace(schedule, events=events))
             dropped += 1
     assert dropped > 2 * count
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(80, marks=pytest.mark.slow)])
+def test_every_single_keep_is_needed(count):
+    """A result that another stream reads must not be freed when its own stream is done with it."""
+    dropped = 0
+    for seed in range(count):
+        graph = drawn_graph(random.Random(f"keep {seed}"), most=20, least=5)
+        schedule = schedule_tasks(graph, 0.3e-6)
+        for keep in schedule.keeps:
+            keeps = tuple(other for other in schedule.keeps if other != keep)
+            with pytest.raises(ScheduleError, match=f"the result of '{keep[0]}' may be freed before"):
+                verify_schedule(graph, replace(schedule, keeps=keeps))
+            dropped += 1
+    assert dropped > count
+    with pytest.raises(ScheduleError, match="'x' is kept for stream 0, and there is no such task"):
+        verify_schedule(GRAPH, replace(RIGHT, keeps=(("x", 0),)))
 
 
 def test_two_tasks_of_a_stream_in_the_wrong_order_are_seen():

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from k31compile.passes.schedule.placing import Placement, Problem, place
-from k31compile.passes.schedule.priorities import bottom_levels
+from k31compile.passes.schedule.placing import Placement, Problem, place_within
 
 # How many places of the order before and behind its own a task may be moved to in one step.
 _REACH = 8
@@ -22,17 +21,17 @@ class Budget:
 def improve(problem: Problem, placement: Placement, streams: int, budget: Budget) -> Placement:
     """The placement after moves that each made it better, until none does or the budget is used up."""
     count = len(placement.order)
-    levels = bottom_levels(problem)
     best, moved = placement, True
     while moved and budget.placements >= count:
         moved = False
-        for task in sorted(range(count), key=lambda task: (-best.start[task] - levels[task], task)):
+        for task in sorted(range(count), key=lambda task: (-best.start[task] - problem.levels[task], task)):
             for order, wanted in _moves(problem, best, task, streams):
                 if budget.placements < count:
                     return best
                 budget.placements -= count
-                tried = place(problem, order, streams, wanted=wanted)
-                if tried.is_better(best):
+                limit = best.makespan + problem.tolerance
+                tried = place_within(problem, order, streams, limit, wanted)
+                if tried is not None and tried.is_better(best):
                     best, moved = tried, True
                     break
     return best

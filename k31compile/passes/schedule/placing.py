@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from k31compile.passes.schedule.tasks import IN_ONE_ORDER, ONE_AT_A_TIME, TaskGraph
 
@@ -20,6 +21,7 @@ class Problem:
         after: the tasks that wait for it.
         lock: for a task whose engine takes one at a time the number of that engine, else -1.
         event: the seconds from the end of a task to the start of one on another stream that waits for it.
+        bound: no placement ends earlier.
         tolerance: times this close are taken as the same.
     """
 
@@ -28,6 +30,7 @@ class Problem:
     after: tuple[tuple[int, ...], ...]
     lock: tuple[int, ...]
     event: float
+    bound: float
     tolerance: float
 
     @classmethod
@@ -44,8 +47,17 @@ class Problem:
             after=tuple(map(tuple, after)),
             lock=tuple(locks.get(task.engine, -1) for task in graph.tasks),
             event=event,
+            bound=graph.bound,
             tolerance=1e-9 * (graph.serial + event),
         )
+
+    @cached_property
+    def levels(self) -> list[float]:
+        """For each task the longest chain from its start to the end."""
+        levels = [0.0] * len(self.seconds)
+        for task in reversed(range(len(levels))):
+            levels[task] = self.seconds[task] + max((levels[other] for other in self.after[task]), default=0.0)
+        return levels
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,11 @@ class Placement:
     def makespan(self) -> float:
         """The last end."""
         return max(self.end, default=0.0)
+
+    @property
+    def is_at_the_bound(self) -> bool:
+        """Whether nothing can end earlier."""
+        return self.makespan <= self.problem.bound + self.problem.tolerance
 
     @cached_property
     def streams(self) -> int:
@@ -134,8 +151,7 @@ def on_one_stream(problem: Problem) -> Placement:
     return place(problem, order, streams=1, wanted=[0] * len(order))
 
 
-@dataclass(frozen=True)
-class _Turn:
+class _Turn(NamedTuple):
     """The last task that was given an engine which takes one at a time, and when it asked for it."""
 
     task: int
@@ -144,8 +160,7 @@ class _Turn:
     end: float
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """A place for a task: its stream, when it asks for its engine, when it starts, and whether it is held back."""
 
     stream: int
@@ -154,14 +169,20 @@ class _Slot:
     is_held: bool
 
 
-def place(
-    problem: Problem, order: Sequence[int], streams: int, patience: float = 0.0, wanted: Sequence[int] | None = None
-) -> Placement:
+def place(problem: Problem, order: Sequence[int], streams: int, wanted: Sequence[int] | None = None) -> Placement:
     """Place the tasks in an order that keeps every dependence.
 
-    A task goes where it can start first; where several streams are no more than `patience` seconds later, to one of
-    them that waits for fewest others. With `wanted` it goes where that says.
+    A task goes to the stream where it can start first, or where `wanted` says.
     """
+    placement = place_within(problem, order, streams, math.inf, wanted)
+    assert placement is not None
+    return placement
+
+
+def place_within(
+    problem: Problem, order: Sequence[int], streams: int, limit: float, wanted: Sequence[int] | None = None
+) -> Placement | None:
+    """Place the tasks as `place` does, or return None as soon as they cannot all end by the limit."""
     count = len(problem.seconds)
     stream, starts, end, held = [-1] * count, [0.0] * count, [0.0] * count, [-1] * count
     free = [0.0] * (1 if wanted is None else streams)
@@ -175,7 +196,9 @@ def place(
             if len(free) < streams and free[-1] > 0.0:
                 free.append(0.0)
             slots = [_slot(problem, task, here, free, latest, turn) for here in range(len(free))]
-            slot = _best_slot(slots, free, latest, patience + problem.tolerance)
+            slot = _best_slot(slots, free, latest, problem.tolerance)
+        if slot.start + problem.levels[task] > limit:
+            return None
         stream[task], starts[task] = slot.stream, slot.start
         end[task] = free[slot.stream] = slot.start + problem.seconds[task]
         if turn is not None and slot.is_held:
@@ -216,13 +239,13 @@ def _slot(
     return _Slot(here, asked, asked, True)
 
 
-def _best_slot(slots: Sequence[_Slot], free: Sequence[float], latest: Sequence[float], patience: float) -> _Slot:
-    """Of the slots that start early enough one with few waits, then that on the stream which is idle for least."""
-    enough = min(slot.start for slot in slots) + patience
+def _best_slot(slots: Sequence[_Slot], free: Sequence[float], latest: Sequence[float], tolerance: float) -> _Slot:
+    """Of the slots that start first one with fewest waits, then that on the stream which is idle for least."""
+    first = min(slot.start for slot in slots) + tolerance
     waits = sum(end > -math.inf for end in latest)
 
     def rank(slot: _Slot) -> tuple[float, float, int]:
         crossing = waits - (latest[slot.stream] > -math.inf) + slot.is_held
         return crossing, slot.start - free[slot.stream], slot.stream
 
-    return min((slot for slot in slots if slot.start <= enough), key=rank)
+    return min((slot for slot in slots if slot.start <= first), key=rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -20,13 +19,13 @@ def play_schedule(
 ) -> dict[str, Any]:
     """The memory after one legal run: at each step the next task of any stream whose events are done.
 
-    A result holds POISON before it is written, and again after its last reader: as soon as those of its readers have
-    run that, as far as streams and events tell, no other reader comes after. Results that nobody reads stay, and so
-    does memory that is no result, such as a cache: it belongs to the caller.
+    A result holds POISON before it is written, and again when it is freed: as soon as those of its users have run that
+    are on its own stream or on one that the schedule keeps it for. Results that nobody reads stay, and so does memory
+    that is no result, such as a cache: it belongs to the caller.
 
     Args:
         graph: the tasks.
-        schedule: their streams and events.
+        schedule: their streams, events and what is kept.
         run: does one task's work on the memory.
         memory: what is there at the start; it is left as it is.
         seed: the same one gives the same run.
@@ -35,13 +34,14 @@ def play_schedule(
     Raises:
         ScheduleError: no stream can go on.
     """
-    return _play(graph, _drawn(schedule, random.Random(seed)), _last_readers(graph, schedule, keep), run, memory)
+    schedule.issue_order()
+    return _play(graph, _drawn(schedule, random.Random(seed)), _users(graph, schedule, keep), run, memory)
 
 
 def play_serial(graph: TaskGraph, run: Run, memory: Mapping[str, Any], keep: Iterable[str] = ()) -> dict[str, Any]:
     """The memory after the program as it was written; a result is freed after the last task that reads it."""
-    serial = Schedule((tuple(task.name for task in graph.tasks),), (), {}, 0.0, 0.0, 0.0, 0.0)
-    return _play(graph, serial.streams[0], _last_readers(graph, serial, keep), run, memory)
+    serial = Schedule((tuple(task.name for task in graph.tasks),), (), (), {}, 0.0, 0.0, 0.0, 0.0)
+    return _play(graph, serial.streams[0], _users(graph, serial, keep), run, memory)
 
 
 def _play(
@@ -71,6 +71,7 @@ def _drawn(schedule: Schedule, draw: random.Random) -> Iterator[str]:
     done: set[str] = set()
     while left := [stream for stream, names in enumerate(schedule.streams) if nexts[stream] < len(names)]:
         heads = {stream: schedule.streams[stream][nexts[stream]] for stream in left}
+        # A schedule that can come to a stop here was refused before the first task ran.
         able = [stream for stream in left if done.issuperset(waits.get(heads[stream], ()))]
         (stream,) = draw.choices(able, [pace[one] for one in able])
         yield heads[stream]
@@ -78,24 +79,14 @@ def _drawn(schedule: Schedule, draw: random.Random) -> Iterator[str]:
         nexts[stream] += 1
 
 
-def _last_readers(graph: TaskGraph, schedule: Schedule, keep: Iterable[str]) -> dict[str, set[str]]:
-    """For each result that is freed, those of its users that no other user of it comes after."""
-    order = schedule.issue_order()
-    bit = {name: 1 << at for at, name in enumerate(order)}
-    nexts: dict[str, list[str]] = {name: [] for name in order}
-    for one, other in itertools.chain(schedule.events, *(itertools.pairwise(names) for names in schedule.streams)):
-        nexts[one].append(other)
-    later = dict.fromkeys(order, 0)
-    for name in reversed(order):
-        for other in nexts[name]:
-            later[name] |= later[other] | bit[other]
-    users: dict[str, list[str]] = {}
-    for task in graph.tasks:
-        for memory in dict.fromkeys(task.read + task.written):
-            users.setdefault(memory, []).append(task.name)
+def _users(graph: TaskGraph, schedule: Schedule, keep: Iterable[str]) -> dict[str, set[str]]:
+    """For each result that is freed the tasks that this waits for: those of its stream and of those it is kept for."""
+    stream_of, kept = schedule.stream_of, set(schedule.keeps)
     read = {memory for task in graph.tasks for memory in task.read}.difference(keep)
-    return {
-        task.name: {name for name in users[task.name] if not later[name] & sum(bit[user] for user in users[task.name])}
-        for task in graph.tasks
-        if task.name in read
-    }
+    users: dict[str, set[str]] = {task.name: set() for task in graph.tasks if task.name in read}
+    for task in graph.tasks:
+        for memory in task.read + task.written:
+            stream = stream_of[task.name]
+            if memory in users and (stream_of[memory] == stream or (memory, stream) in kept):
+                users[memory].add(task.name)
+    return users

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from k31compile.passes.schedule.placing import Problem
 
 
-def bottom_levels(problem: Problem, event: float = 0.0) -> list[float]:
-    """For each task the longest chain from its start to the end, with `event` seconds between two tasks."""
+def levels_with_events(problem: Problem) -> list[float]:
+    """For each task the longest chain from its start to the end, with an event between every two tasks."""
     levels = [0.0] * len(problem.seconds)
     for task in reversed(range(len(levels))):
-        below = max((levels[other] + event for other in problem.after[task]), default=0.0)
+        below = max((levels[other] + problem.event for other in problem.after[task]), default=0.0)
         levels[task] = problem.seconds[task] + below
     return levels
 
@@ -31,14 +31,13 @@ def locked_levels(problem: Problem) -> list[float]:
 
 
 def orders(problem: Problem, streams: int) -> Iterator[tuple[int, ...]]:
-    """The orders worth trying, each once: most urgent first by three measures, as they become ready, as written."""
-    plain = bottom_levels(problem)
+    """The orders worth trying, each once: as they become ready, most urgent first by three measures, as written."""
     found = [
-        _most_urgent_first(plain),
-        _most_urgent_first(bottom_levels(problem, problem.event)),
+        _as_they_become_ready(problem, problem.levels, streams),
+        _most_urgent_first(problem.levels),
+        _most_urgent_first(levels_with_events(problem)),
         _most_urgent_first(locked_levels(problem)),
-        _as_they_become_ready(problem, plain, streams),
-        tuple(range(len(plain))),
+        tuple(range(len(problem.seconds))),
     ]
     yield from dict.fromkeys(found)
 

@@ -22,6 +22,8 @@ class Schedule:
         streams: the names of the tasks of each stream, in the order in which they are issued; the first stream is the
             caller's own and holds the last task of the program.
         events: (after, before): the second task starts when the first, on another stream, has ended.
+        keeps: (result, stream): the memory of that task's result is also used on that other stream, and must not be
+            used again before the last use there.
         times: the predicted start and end of each task in seconds.
         event: the seconds from the end of a task to the start of one on another stream that waits for it.
         serial: the predicted seconds of all tasks on one stream.
@@ -31,6 +33,7 @@ class Schedule:
 
     streams: tuple[tuple[str, ...], ...]
     events: tuple[tuple[str, str], ...]
+    keeps: tuple[tuple[str, int], ...]
     times: Mapping[str, tuple[float, float]]
     event: float
     serial: float
@@ -72,6 +75,7 @@ class Schedule:
         return {
             "streams": [list(names) for names in self.streams],
             "events": [list(event) for event in self.events],
+            "keeps": [list(keep) for keep in self.keeps],
             "times": {name: list(span) for name, span in self.times.items()},
             "event": self.event,
             "serial": self.serial,
@@ -90,6 +94,7 @@ class Schedule:
             return cls(
                 streams=tuple(tuple(map(str, names)) for names in data["streams"]),
                 events=tuple((str(after), str(before)) for after, before in data["events"]),
+                keeps=tuple((str(result), int(stream)) for result, stream in data["keeps"]),
                 times={str(name): (float(start), float(end)) for name, (start, end) in data["times"].items()},
                 event=float(data["event"]),
                 serial=float(data["serial"]),

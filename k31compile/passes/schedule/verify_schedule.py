@@ -17,8 +17,9 @@ def verify_schedule(graph: TaskGraph, schedule: Schedule) -> None:
 
     Happens-before is the order of each stream and the events, and what follows from both. It must be free of cycles,
     order every two tasks of which one takes, reads or writes what the other writes, as the program does, and order
-    all collectives. The predicted times must follow from it: where an engine takes one task at a time, no two may ask
-    for it at once, and the one that is predicted to have it first must ask first.
+    all collectives. What another stream uses must be kept for it. The predicted times must follow from it: where an
+    engine takes one task at a time, no two may ask for it at once, and the one that is predicted to have it first must
+    ask first.
 
     Raises:
         ScheduleError: with the two tasks, or the one, that it is about.
@@ -40,6 +41,7 @@ def verify_schedule(graph: TaskGraph, schedule: Schedule) -> None:
         for one, other in itertools.pairwise(users):
             if not is_before(one, other):
                 raise ScheduleError(f"{one!r} and {other!r} may start in either order", where=f"both are {engine}")
+    _check_keeps(tasks, schedule)
     _check_times(tasks, schedule, order, is_before)
 
 
@@ -107,6 +109,22 @@ def _conflicts(tasks: tuple[Task, ...]) -> Iterator[tuple[str, str, str]]:
             if written.get(memory, task.name) != task.name:
                 yield written[memory], task.name, f"writes {memory!r} after the other"
             written[memory] = task.name
+
+
+def _check_keeps(tasks: dict[str, Task], schedule: Schedule) -> None:
+    """A result that another stream uses must be kept for that stream."""
+    stream_of, kept = schedule.stream_of, set(schedule.keeps)
+    for result, stream in schedule.keeps:
+        if result not in tasks or stream not in range(len(schedule.streams)):
+            raise ScheduleError(f"{result!r} is kept for stream {stream}, and there is no such task or stream")
+    for task in tasks.values():
+        stream = stream_of[task.name]
+        for memory in (*task.inputs, *task.reads, *task.writes):
+            if memory in tasks and stream_of[memory] != stream and (memory, stream) not in kept:
+                raise ScheduleError(
+                    f"the result of {memory!r} may be freed before {task.name!r} has used it",
+                    where=f"it is not kept for stream {stream}",
+                )
 
 
 def _check_times(
