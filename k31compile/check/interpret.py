@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from k31compile.graph.evaluate import raised
 
@@ -36,6 +37,16 @@ class Recorder(fx.Interpreter):
         self.choices: dict[str, torch.Tensor] = {}
         self.calls: list[Call] = []
         self.node: fx.Node | None = None
+        self._written = mutated(module)
+        self._overwritten: set[int] = set()
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Take an input, and remember the memory of one that the graph overwrites at its end."""
+        value = super().placeholder(target, args, kwargs)
+        assert self.node is not None
+        if self.node.name in self._written and isinstance(value, torch.Tensor):
+            self._overwritten.add(_memory(value))
+        return value
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node and keep its value where it is wanted."""
@@ -47,13 +58,20 @@ class Recorder(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator and keep choices and calls."""
+        is_ours = str(target).startswith("k31.")
+        # Calls are judged after the run: what the end of the graph writes over must be kept as the call saw it.
+        kept = pytree.tree_map(self._kept, (args, kwargs)) if is_ours else ()
         result = super().call_function(target, args, kwargs)
         assert self.node is not None
         if target in CHOICES:
             self.choices[self.node.name] = result if isinstance(result, torch.Tensor) else result[1]
-        if str(target).startswith("k31."):
-            self.calls.append(Call(self.node, args, dict(kwargs), result))
+        if is_ours:
+            self.calls.append(Call(self.node, kept[0], dict(kept[1]), result))
         return result
+
+    def _kept(self, value: Any) -> Any:
+        shared = isinstance(value, torch.Tensor) and _memory(value) in self._overwritten
+        return value.clone() if shared else value
 
 
 class Gold(Recorder):
@@ -81,6 +99,11 @@ class Gold(Recorder):
                 return forced
             return args[0].gather(_dim_of(target, args, kwargs), forced), forced
         return raised(super().call_function(target, args, kwargs))
+
+
+def _memory(value: torch.Tensor) -> int:
+    """The memory that a tensor shares with its views."""
+    return value.untyped_storage().data_ptr()
 
 
 def _dim_of(target: Any, args: Any, kwargs: Any) -> int:

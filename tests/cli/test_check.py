@@ -157,3 +157,26 @@ def test_tiny_passes(name: str, k31_json: RunJson) -> None:
     assert code == 0, data["first_wrong"]
     assert data["fused"]["lightning_indexer"] == 2
     assert len(data["stages"]) > 50
+
+
+class Overwritten(torch.nn.Module):
+    """A delta rule whose state is written over at the end, and not row by row."""
+
+    def forward(self, q: Any, k: Any, v: Any, g: Any, b: Any, state: Any) -> torch.Tensor:
+        decayed = state * g.exp().unsqueeze(-1)
+        delta = b.unsqueeze(-1) * (v - torch.einsum("bhk,bhkv->bhv", k, decayed))
+        new = decayed + k.unsqueeze(-1) * delta.unsqueeze(-2)
+        state.copy_(new)
+        return torch.einsum("bhk,bhkv->bhv", q, new)
+
+
+def test_a_state_that_is_written_over_is_judged_as_the_operator_saw_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, generator=generator) for n in (8, 8, 12))
+    gate, beta = -torch.rand(2, 3, 8, generator=generator), torch.rand(2, 3, generator=generator)
+    entry = k31compile.Entry(
+        "over", Overwritten(), (q, k / 8, v, gate, beta, torch.randn(2, 3, 8, 12, generator=generator))
+    )
+    stages = k31compile.check(entry).stages
+    assert any(stage.kind == "operator" and "kda_recurrent" in stage.name for stage in stages)
+    assert all(stage.ok for stage in stages), [(stage.name, stage.k31) for stage in stages]

@@ -16,7 +16,7 @@ from k31compile.passes.registry import Pass, PassResult, all_passes, ordered, re
 FOLDER = Path(k31compile.passes.__file__).parent
 # The scheduler itself knows tasks, not graphs of operators, and is no pass.
 SCHEDULER = {"tasks", "cost_model", "schedule", "verify_schedule", "play_schedule"} | {
-    *("schedule_tasks", "placing", "priorities", "improve"),
+    *("schedule_tasks", "placing", "priorities", "fractal_nz", "improve", "nz_weights"),
 }
 FILES = sorted(
     path
