@@ -18,6 +18,7 @@ from k31compile.passes.recognise.operands import Dense, Paged, Values, is_pool
 
 Operand = Dense | Paged
 Letters = Mapping[str, int]
+Table = tuple[fx.Node, fx.Node | None]
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,9 @@ class Cache:
         tensor = self.operand.canonical(values)
         return tensor if "h" in self.operand.layout.letters else tensor.unsqueeze(2)
 
-    @property
-    def table(self) -> fx.Node | None:
-        """The block table, if there is one."""
-        return self.operand.table if isinstance(self.operand, Paged) else None
+    def block_table(self, values: Values) -> torch.Tensor | None:
+        """[B, n], or None for a tensor."""
+        return self.operand.block_table(values) if isinstance(self.operand, Paged) else None
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Form:
     """Queries in one or two parts, a cache in one to three, and weights to be absorbed, if any.
 
     `rope_first` tells in which order a single query holds its two parts, `value_first` in which order a single
-    projection holds those of keys and values; `width` is that of the values in a cache that holds both.
+    projection holds those of keys and values; `width` is that of the values in a cache that holds both, which a `joint`
+    one holds behind the rope part if `rope_first`.
     """
 
     queries: tuple[Dense, ...]
@@ -68,9 +69,9 @@ class Form:
         key, value = self.key.tensor(values), self.value.tensor(values)
         rope = self.rope.tensor(values) if self.rope is not None else None
         if self.joint:
-            key, rope = key[..., : self.width], key[..., self.width :]
+            key, rope = self._split_joint(key)
             value = key
-        table = self.key.table
+        table = self.key.block_table(values)
         key_weight, value_weight = self._split_weights(values, query)
         if key_weight is not None:
             query = torch.einsum("bthn,hnl->bthl", query, key_weight.to(query.dtype))
@@ -83,7 +84,7 @@ class Form:
             scale,
             query_rope=query_rope,
             key_rope=rope,
-            block_table=None if table is None else values[table],
+            block_table=table,
             layout_kv="BSND" if table is None else "PA_BSND",
             attention_mode=2 if latent else 0,
             **lengths,
@@ -92,6 +93,11 @@ class Form:
             result = torch.einsum("bthl,hvl->bthv", result, value_weight.to(result.dtype))
         assert isinstance(result, torch.Tensor)
         return result
+
+    def _split_joint(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.rope_first:
+            return cache[..., -self.width :], cache[..., : -self.width]
+        return cache[..., : self.width], cache[..., self.width :]
 
     def _split_queries(self, values: Values) -> tuple[torch.Tensor, torch.Tensor | None]:
         if len(self.queries) == 2:
@@ -131,7 +137,7 @@ def _per_head(weight: torch.Tensor, heads: int, rows: int, latent: int) -> torch
 
 
 def forms(
-    floats: Sequence[fx.Node], weights: Sequence[fx.Node], table: fx.Node | None, letters: Letters
+    floats: Sequence[fx.Node], weights: Sequence[fx.Node], table: Table | None, letters: Letters
 ) -> Iterator[Form]:
     """Every form that the shapes of these leaves allow; `letters` holds b, t and `out`, the output's elements."""
     for count in (1, 2):
@@ -161,7 +167,7 @@ def _with_caches(
     queries: tuple[Dense, ...],
     rest: Sequence[fx.Node],
     weights: Sequence[fx.Node],
-    table: fx.Node | None,
+    table: Table | None,
     letters: Letters,
 ) -> Iterator[Form]:
     widths = [query.size("d") for query in queries]
@@ -176,10 +182,11 @@ def _with_caches(
                 yield from _plain(queries, widths, caches, letters)
 
 
-def _caches(leaf: fx.Node, table: fx.Node | None, letters: Letters) -> list[Cache]:
+def _caches(leaf: fx.Node, table: Table | None, letters: Letters) -> list[Cache]:
     if table is not None:
-        paged = [Cache(Paged(leaf, table))] if is_pool(leaf) else []
-        return [cache for cache in paged if letters.get("s") in (None, cache.operand.size("s"))]
+        paged = Paged(leaf, *table)
+        fits = is_pool(leaf) and paged.size("b") == letters["b"] and letters.get("s") in (None, paged.size("s"))
+        return [Cache(paged)] if fits else []
     known = {letter: letters[letter] for letter in "bs" if letter in letters}
     found = [Cache(Dense(leaf, layout)) for layout in distinct_layouts(shape_of(leaf), "bsd", known)]
     by_head = {**known, "h": letters["h"]}
@@ -203,10 +210,10 @@ def _absorbed(
     if len(caches) == 1 and len(queries) == 1:
         if latent == v == widths[0]:
             yield Form(queries, caches[0], caches[0])
-        elif widths[0] == latent > v and isinstance(caches[0].operand, Dense):
-            yield Form(queries, caches[0], caches[0], width=v, joint=True)
-    elif len(caches) == 1 and sum(widths) == latent > v == widths[0] and isinstance(caches[0].operand, Dense):
-        yield Form(queries, caches[0], caches[0], width=v, joint=True)
+        elif widths[0] == latent > v:
+            yield from _joint(queries, caches[0], v)
+    elif len(caches) == 1 and sum(widths) == latent > v == widths[0]:
+        yield from _joint(queries, caches[0], v)
     elif len(caches) == 2 and latent == v:
         rope = caches[1].operand.size("d")
         if list(widths) == [latent, rope]:
@@ -214,6 +221,12 @@ def _absorbed(
         elif list(widths) == [latent + rope]:
             yield Form(queries, caches[0], caches[0], caches[1])
             yield Form(queries, caches[0], caches[0], caches[1], rope_first=True)
+
+
+def _joint(queries: tuple[Dense, ...], cache: Cache, width: int) -> Iterator[Form]:
+    """One cache of both parts, the values before or behind the rope part."""
+    for rope_first in (False, True):
+        yield Form(queries, cache, cache, width=width, joint=True, rope_first=rope_first)
 
 
 def _plain(

@@ -30,6 +30,7 @@ from k31compile.passes.recognise.masks import MaskLeaf, sample_mask
 from k31compile.passes.recognise.operands import (
     Dense,
     Paged,
+    sample_requests,
     sample_table,
     spread,
 )
@@ -85,12 +86,15 @@ class AttentionReading(Reading):
         key = self.form.key.operand
         others = [letters["h"], *self._widths()]
         page = shape_of(key.pages)[1] if isinstance(key, Paged) else 0
-        small = shrunk_sizes(letters, others, page, self._beyond())
+        is_flat = isinstance(key, Paged) and key.requests is not None and letters["t"] == 1
+        # A batch of single tokens, each with the number of its request, is one list of rows.
+        lengths = {**letters, "b": 1, "t": letters["b"]} if is_flat else letters
+        small = shrunk_sizes(lengths, others, page, self._beyond())
         if symbols or not small:
             return [symbols]
         for cache in self.form.caches:
             if isinstance(cache.operand, Paged):
-                small |= shrunk_pool(shape_of(cache.operand.pages), letters["b"], small, letters["s"])
+                small |= shrunk_pool(shape_of(cache.operand.pages), cache.operand.size("r"), small, letters["s"])
         return [{**symbols, **small}, symbols]
 
     def _beyond(self) -> int:
@@ -155,9 +159,12 @@ class AttentionReading(Reading):
         table = sample.get(operand.table)
         if table is None:
             table = sample_table(operand.table, shape[0], self._sizes, generator)
-        b, s, d = (operand.size(letter, self._sizes) for letter in "bsd")
-        values = far * spread((b, s, d), generator, 1, 2)
-        return {**operand.place(values, table, shape), operand.table: table}
+        rows, s, d = (operand.size(letter, self._sizes) for letter in "rsd")
+        values = far * spread((rows, s, d), generator, 1, 2)
+        placed = {**operand.place(values, table, shape), operand.table: table}
+        if operand.requests is not None and operand.requests not in sample:
+            placed |= sample_requests(operand.requests, rows, self._sizes, generator)
+        return placed
 
     def judge(self, sample: Mapping[fx.Node, torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
         """Equal to the operator for one scale and one rule of visibility, on every row that sees a chosen key."""

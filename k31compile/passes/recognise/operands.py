@@ -1,5 +1,6 @@
 """Leaves as operands: dense tensors of some layout, or pages behind a block table."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,17 +71,22 @@ class FlatHeads(Dense):
 
 @dataclass(frozen=True)
 class Paged:
-    """Pages [blocks, page, (1,) d] and a block table [B, n] that names the block of each page of positions."""
+    """Pages [blocks, page, (1,) d] and a block table [B, n] that names the block of each page of positions.
+
+    With `requests` the table has a row a request, and these integers [B] say whose row each of the batch reads.
+    """
 
     pages: fx.Node
     table: fx.Node
+    requests: fx.Node | None = None
 
     def size(self, letter: str, substitution: Substitution | None = None) -> int:
-        """The size of letter b, s or d."""
+        """The size of letter b, s or d, or of r for the rows of the table."""
         of = shape_of if substitution is None else lambda node: shape_under(node, substitution)
-        batch, blocks = of(self.table)
+        rows, blocks = of(self.table)
         pages = of(self.pages)
-        return {"b": batch, "s": blocks * pages[1], "d": pages[-1]}[letter]
+        batch = rows if self.requests is None else math.prod(of(self.requests))
+        return {"b": batch, "s": blocks * pages[1], "d": pages[-1], "r": rows}[letter]
 
     def place(self, canonical: torch.Tensor, table: torch.Tensor, shape: Sequence[int]) -> dict[fx.Node, torch.Tensor]:
         """Pages that hold a canonical operand [B, S, d] behind `table`; what no table names is NaN."""
@@ -93,13 +99,33 @@ class Paged:
         pages = values[self.pages]
         return pages.unsqueeze(2) if pages.dim() == 3 else pages
 
+    def block_table(self, values: Values) -> torch.Tensor:
+        """[B, n], as the operators take it."""
+        table = values[self.table]
+        return table if self.requests is None else table.index_select(0, values[self.requests].reshape(-1))
+
 
 def sample_table(table: fx.Node, blocks: int, substitution: Substitution, generator: torch.Generator) -> torch.Tensor:
-    """A block table of distinct blocks, block 0 left out where there are enough."""
+    """A block table of distinct blocks, block 0 left out where there are enough.
+
+    A table has room for the longest requests and a pool need not hold all of them at once: rows then share blocks.
+    """
     batch, columns = shape_under(table, substitution)
-    first = 1 if blocks > batch * columns else 0
-    chosen = torch.randperm(blocks - first, generator=generator)[: batch * columns] + first
+    if blocks < batch * columns:
+        chosen = torch.rand((batch, blocks), generator=generator).argsort(-1)[:, torch.arange(columns) % blocks]
+    else:
+        first = 1 if blocks > batch * columns else 0
+        chosen = torch.randperm(blocks - first, generator=generator)[: batch * columns] + first
     return chosen.view(batch, columns).to(value_of(table).dtype)
+
+
+def sample_requests(
+    leaf: fx.Node, requests: int, substitution: Substitution, generator: torch.Generator
+) -> dict[fx.Node, torch.Tensor]:
+    """Whose token each is: any request, the last among them."""
+    drawn = torch.randint(0, requests, tuple(shape_under(leaf, substitution)), generator=generator)
+    drawn.view(-1)[-1:] = requests - 1
+    return {leaf: drawn.to(value_of(leaf).dtype)}
 
 
 def paged_source(leaf: fx.Node) -> tuple[fx.Node, fx.Node] | None:

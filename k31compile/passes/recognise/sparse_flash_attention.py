@@ -21,7 +21,7 @@ from k31compile.graph.sizes import (
     shape_of,
 )
 from k31compile.passes.recognise.attention_anchor import Attention, attentions_of
-from k31compile.passes.recognise.attention_forms import forms
+from k31compile.passes.recognise.attention_forms import Table, forms
 from k31compile.passes.recognise.attention_near import almost_attentions
 from k31compile.passes.recognise.attention_reading import AttentionReading
 from k31compile.passes.recognise.attention_samples import producers_of
@@ -132,10 +132,10 @@ class SparseFlashAttentionRecogniser(Recogniser):
         if found.indices not in region.leaves:
             return
         shape = shape_of(found.indices)
-        for layout, table in itertools.product(_index_layouts(found.indices), (None, *_tables(integers))):
+        for layout, table in itertools.product(_index_layouts(found.indices), _tables(integers)):
             letters = {"b": layout.size("b", shape), "t": layout.size("t", shape), "out": numel_of(found.output)}
             letters |= found.known_keys
-            counts = [n for n in integers if n is not table]
+            counts = [n for n in integers if n not in (table or ())]
             for mask, (floats, weights) in itertools.product(
                 _masks(flow, region, letters), _latents_and_weights(found, region)
             ):
@@ -208,8 +208,13 @@ def _latents_and_weights(found: Attention, region: Region) -> Iterator[tuple[lis
         yield [n for n in floats if n not in weights], weights
 
 
-def _tables(integers: Sequence[fx.Node]) -> list[fx.Node]:
-    return [n for n in integers if len(shape_of(n)) == 2]
+def _tables(integers: Sequence[fx.Node]) -> Iterator[Table | None]:
+    """No block table, or one with a row for each of the batch, or with a row a request and whose token each is."""
+    yield None
+    tables = [n for n in integers if len(shape_of(n)) == 2]
+    yield from ((table, None) for table in tables)
+    lists = [n for n in integers if sum(size != 1 for size in shape_of(n)) <= 1]
+    yield from itertools.product(tables, lists)
 
 
 def _masks(flow: Dataflow, region: Region, letters: Mapping[str, int]) -> Iterator[MaskLeaf | None]:
