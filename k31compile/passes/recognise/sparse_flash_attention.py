@@ -156,7 +156,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
                 "rows with fewer visible keys than are selected would read keys of the future: the attention masks "
                 "neither by position nor by -1"
             )
-        mask = None if visibility.mask is None else visibility.mask.source
+        mask = None if visibility.mask is None else visibility.mask.origin
         if reading.producer.fills_with_hidden_keys and reading.producer.mask != mask:
             raise Mismatch(
                 "rows with fewer visible keys than are selected may read keys that the indexer hides: the attention "
