@@ -44,8 +44,8 @@ class Form:
     """Queries in one or two parts, a cache in one to three, and weights to be absorbed, if any.
 
     `rope_first` tells in which order a single query holds its two parts, `value_first` in which order a single
-    projection holds those of keys and values; `width` is that of the values in a cache that holds both, which a `joint`
-    one holds behind the rope part if `rope_first`.
+    projection holds those of keys and values, of which the latter are `width` wide; `joint` is the width of the latent
+    in a cache that holds the rope part too, before it if `rope_first`.
     """
 
     queries: tuple[Dense, ...]
@@ -56,7 +56,7 @@ class Form:
     rope_first: bool = False
     value_first: bool = False
     width: int = 0
-    joint: bool = False
+    joint: int = 0
 
     @property
     def caches(self) -> tuple[Cache, ...]:
@@ -96,8 +96,8 @@ class Form:
 
     def _split_joint(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.rope_first:
-            return cache[..., -self.width :], cache[..., : -self.width]
-        return cache[..., : self.width], cache[..., self.width :]
+            return cache[..., -self.joint :], cache[..., : -self.joint]
+        return cache[..., : self.joint], cache[..., self.joint :]
 
     def _split_queries(self, values: Values) -> tuple[torch.Tensor, torch.Tensor | None]:
         if len(self.queries) == 2:
@@ -112,14 +112,14 @@ class Form:
 
     def _rope_width(self) -> int:
         if self.joint:
-            return self.key.operand.size("d") - self.width
+            return self.key.operand.size("d") - self.joint
         return self.rope.operand.size("d") if self.rope is not None else 0
 
     def _split_weights(self, values: Values, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Key weight [H, nope, L] and value weight [H, v, L]."""
         if not self.weights:
             return None, None
-        heads, nope, latent = query.shape[2], query.shape[3], self.key.operand.size("d")
+        heads, nope, latent = query.shape[2], query.shape[3], self.joint or self.key.operand.size("d")
         if len(self.weights) == 2:
             key, value = (values[weight] for weight in self.weights)
             return _per_head(key, heads, nope, latent), _per_head(value, heads, self.width, latent)
@@ -226,7 +226,7 @@ def _absorbed(
 def _joint(queries: tuple[Dense, ...], cache: Cache, width: int) -> Iterator[Form]:
     """One cache of both parts, the values before or behind the rope part."""
     for rope_first in (False, True):
-        yield Form(queries, cache, cache, width=width, joint=True, rope_first=rope_first)
+        yield Form(queries, cache, cache, joint=width, rope_first=rope_first)
 
 
 def _plain(
@@ -253,25 +253,34 @@ def _native(
     """Keys and values projected from the latent, to be absorbed into the query and the output."""
     if len(caches) > 2 or _keys(caches[0])[1]:
         return
-    latent, heads, v = caches[0].operand.size("d"), letters["h"], letters["v"]
-    rope_cache = caches[1] if len(caches) == 2 else None
-    rope = rope_cache.operand.size("d") if rope_cache is not None else 0
-    nope = widths[0] if len(queries) == 2 else widths[0] - rope
-    if nope <= 0 or (len(queries) == 2 and widths[1] != rope):
-        return
-    for order in itertools.permutations(weights):
-        expected = [heads * (nope + v) * latent] if len(order) == 1 else [heads * nope * latent, heads * v * latent]
-        if [numel_of(weight) for weight in order] != expected:
+    stored = caches[0].operand.size("d")
+    if len(caches) == 2:
+        parts = [(stored, caches[1].operand.size("d"), 0)]
+    else:
+        parts = [(stored, 0, 0), *((latent, stored - latent, latent) for latent in range(1, stored))]
+    for latent, rope, joint in parts:
+        nope = widths[0] if len(queries) == 2 else widths[0] - rope
+        if nope <= 0 or (len(queries) == 2 and widths[1] != rope):
             continue
-        for rope_first in (False, True) if rope and len(queries) == 1 else (False,):
-            for value_first in (False, True) if len(order) == 1 else (False,):
-                yield Form(
-                    queries,
-                    caches[0],
-                    caches[0],
-                    rope_cache,
-                    tuple(order),
-                    rope_first=rope_first,
-                    value_first=value_first,
-                    width=v,
-                )
+        for order in _orders(weights, letters["h"] * latent, nope, letters["v"]):
+            for rope_first in (False, True) if rope and (len(queries) == 1 or joint) else (False,):
+                for value_first in (False, True) if len(order) == 1 else (False,):
+                    yield Form(
+                        queries,
+                        caches[0],
+                        caches[0],
+                        caches[1] if len(caches) == 2 else None,
+                        order,
+                        rope_first=rope_first,
+                        value_first=value_first,
+                        width=letters["v"],
+                        joint=joint,
+                    )
+
+
+def _orders(weights: Sequence[fx.Node], rows: int, nope: int, width: int) -> Iterator[tuple[fx.Node, ...]]:
+    """The weights that make `nope` and `width` columns of each of `rows`, for keys first, or one for both."""
+    expected = [rows * (nope + width)] if len(weights) == 1 else [rows * nope, rows * width]
+    for order in itertools.permutations(weights):
+        if [numel_of(weight) for weight in order] == expected:
+            yield order

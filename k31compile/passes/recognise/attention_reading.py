@@ -86,14 +86,15 @@ class AttentionReading(Reading):
         key = self.form.key.operand
         others = [letters["h"], *self._widths()]
         page = shape_of(key.pages)[1] if isinstance(key, Paged) else 0
-        is_flat = isinstance(key, Paged) and key.requests is not None and letters["t"] == 1
+        page = 0 if page == letters["s"] else page
         # A batch of single tokens, each with the number of its request, is one list of rows.
+        is_flat = isinstance(key, Paged) and key.is_by_request and letters["t"] == 1
         lengths = {**letters, "b": 1, "t": letters["b"]} if is_flat else letters
         small = shrunk_sizes(lengths, others, page, self._beyond())
         if symbols or not small:
             return [symbols]
         for cache in self.form.caches:
-            if isinstance(cache.operand, Paged):
+            if isinstance(cache.operand, Paged) and page:
                 small |= shrunk_pool(shape_of(cache.operand.pages), cache.operand.size("r"), small, letters["s"])
         return [{**symbols, **small}, symbols]
 

@@ -209,12 +209,16 @@ def _latents_and_weights(found: Attention, region: Region) -> Iterator[tuple[lis
 
 
 def _tables(integers: Sequence[fx.Node]) -> Iterator[Table | None]:
-    """No block table, or one with a row for each of the batch, or with a row a request and whose token each is."""
+    """No block table, or one with a row for each of the batch, or with a row a request and whose token each is.
+
+    Where a request has one block, whose token each is serves as a table.
+    """
     yield None
     tables = [n for n in integers if len(shape_of(n)) == 2]
-    yield from ((table, None) for table in tables)
     lists = [n for n in integers if sum(size != 1 for size in shape_of(n)) <= 1]
-    yield from itertools.product(tables, lists)
+    yield from ((table, None) for table in tables)
+    yield from ((table, requests) for table in tables for requests in lists if table is not requests)
+    yield from ((requests, None) for requests in lists if len(shape_of(requests)) == 1)
 
 
 def _masks(flow: Dataflow, region: Region, letters: Mapping[str, int]) -> Iterator[MaskLeaf | None]:
