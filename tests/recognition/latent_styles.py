@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from attention_styles import HEADS, INF, LATENT, NOPE, PAGE, ROPE, K, V, hidden_of, select
+from attention_styles import HEADS, INF, LATENT, NOPE, PAGE, ROPE, K, V, select
 
 R, ROWS, BLOCKS = 2, 7, 9
 S = BLOCKS * PAGE
@@ -26,20 +26,11 @@ class Program:
 
 
 STYLES: dict[str, Program] = {}
-LIES: dict[str, Program] = {}
 
 
 def style(arguments):
     def register(fn):
         STYLES[fn.__name__] = Program(fn, ("qi", "ki", "wi", *arguments.split()))
-        return fn
-
-    return register
-
-
-def lie(arguments, *words):
-    def register(fn):
-        LIES[fn.__name__] = Program(fn, ("qi", "ki", "wi", *arguments.split()), words)
         return fn
 
     return register
@@ -85,9 +76,8 @@ def operands(names, rows=ROWS, dtype=torch.float32, seed=0):
         "ki": normal(R, S, 10),
         "wi": normal(R, rows, 4),
     }
-    made["req"] = made["req"].to(torch.int64)
-    made |= {f"n_{name}": made[name].flatten(0, 1)[order] for name in ("pos", "q_joint", "q_latent", "q_rope", "q_nope")}
-    made |= {"n_qi": made["qi"].flatten(0, 1)[order], "n_wi": made["wi"].flatten(0, 1)[order]}
+    by_row = ("pos", "q_joint", "q_latent", "q_rope", "q_nope", "qi", "wi")
+    made |= {f"n_{name}": made[name].flatten(0, 1)[order] for name in by_row}
     given = names if "req" not in names else [{"qi": "n_qi", "wi": "n_wi"}.get(name, name) for name in names]
     return [made[name] for name in given]
 
@@ -167,9 +157,10 @@ def tokens_by_request_and_block(qi, ki, wi, ql, qr, pages, table, pos, req):
     safe = torch.where(chosen < 0, 0, chosen)
     block = table[req[:, None], torch.div(safe, PAGE, rounding_mode="floor")]
     rows = pages[block, safe % PAGE]
-    logits = torch.einsum("nhl,nkl->nhk", ql, rows[..., :LATENT]) + torch.einsum("nhr,nkr->nhk", qr, rows[..., LATENT:])
+    c, pe = rows.tensor_split([LATENT], dim=-1)
+    logits = torch.einsum("nhl,nkl->nhk", ql, c) + torch.einsum("nhr,nkr->nhk", qr, pe)
     logits = (logits * 0.23).masked_fill((chosen < 0).unsqueeze(1), -INF)
-    return torch.einsum("nhk,nkl->nhl", F.softmax(logits, dim=-1, dtype=torch.float32).to(rows.dtype), rows[..., :LATENT])
+    return torch.einsum("nhk,nkl->nhl", F.softmax(logits, dim=-1, dtype=torch.float32).to(rows.dtype), c)
 
 
 @style("n_q_joint slots token_table n_pos req")
@@ -222,11 +213,6 @@ def pages_projected(qi, ki, wi, qn, qr, pages, table, pos, k_up, v_up):
 def projected(c, weight, size):
     """[B, H, S, size]."""
     return F.linear(c, weight).view(*c.shape[:2], HEADS, size).transpose(1, 2)
-
-
-def causal(tril, pos):
-    """Rows of a buffer for the positions, [B, 1, T, S]."""
-    return tril[0, 0, :, :S][pos].unsqueeze(1)
 
 
 @style("q_nope c k_up v_up tril")

@@ -251,7 +251,7 @@ def _native(
     letters: Letters,
 ) -> Iterator[Form]:
     """Keys and values projected from the latent, to be absorbed into the query and the output."""
-    if len(caches) > 2 or _keys(caches[0])[1]:
+    if max(len(caches), len(weights)) > 2 or _keys(caches[0])[1]:
         return
     stored = caches[0].operand.size("d")
     if len(caches) == 2:

@@ -36,9 +36,7 @@ class MaskOrigin:
     negated: bool
 
 
-def mask_origin(
-    mask: fx.Node, dims: Sequence[int | None], negated: bool = False, is_truth: bool = False
-) -> MaskOrigin:
+def mask_origin(mask: fx.Node, dims: Sequence[int | None], negated: bool = False, is_truth: bool = False) -> MaskOrigin:
     """The origin of a mask whose dimensions `dims` are b, t and s; without one it is the same for all of these."""
     shape = shape_of(mask)
     wide = [dim for dim in range(len(shape)) if shape[dim] != 1]
@@ -63,7 +61,12 @@ def _behind_same_elements(node: fx.Node) -> fx.Node:
     """The value before views that only add or drop dimensions of size one, and before copies."""
     while is_view(node) and is_tensor(node):
         source = node.args[0]
-        if node.target in _PERMUTES or not isinstance(source, fx.Node) or not is_tensor(source) or _wide(source) != _wide(node):
+        if (
+            node.target in _PERMUTES
+            or not isinstance(source, fx.Node)
+            or not is_tensor(source)
+            or _wide(source) != _wide(node)
+        ):
             break
         if numel_of(source) != numel_of(node):
             break

@@ -16,7 +16,7 @@ from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, is_integer, is_tensor, shape_of, value_of
-from k31compile.graph.views import CASTS, behind_views_and_casts, same_size_base
+from k31compile.graph.views import CASTS, behind_views_and_casts, is_view, same_size_base
 from k31compile.kernels.visibility import masked_out
 from k31compile.passes.recognise.mask_origin import MaskOrigin, mask_origin
 
@@ -130,8 +130,12 @@ def masks_among(flow: Dataflow, region: Region, sizes: Sizes) -> Iterator[MaskLe
 
 def _truths(flow: Dataflow, region: Region, leaf: fx.Node) -> list[bool]:
     """Whether a leaf may be numbers of which only zero or not is read: those are multiplied with, not added."""
-    readers = [user for user in flow.users[leaf] if user in region.nodes]
-    return [is_float(leaf) and bool(readers) and all(_may_be_truth(user, leaf) for user in readers)]
+    readers = [
+        node
+        for node in region.nodes
+        if not is_view(node) and any(mask_source(source)[0] is leaf for source in flow.inputs[node])
+    ]
+    return [is_float(leaf) and bool(readers) and all(_may_be_truth(node, leaf) for node in readers)]
 
 
 def _may_be_truth(reader: fx.Node, source: fx.Node) -> bool:

@@ -95,7 +95,7 @@ class Paged:
         return self.requests is not None or len(shape_of(self.table)) != 2
 
     def place(self, canonical: torch.Tensor, table: torch.Tensor, shape: Sequence[int]) -> dict[fx.Node, torch.Tensor]:
-        """Pages that hold a canonical operand [B, S, d] behind `table`; what no table names is NaN."""
+        """Pages that hold a canonical operand [B, S, d] behind `table`, or blocks [n, page, d]; others are NaN."""
         pages = torch.full(tuple(shape), torch.nan, dtype=canonical.dtype)
         pages.view(shape[0], shape[1], -1)[table.reshape(-1)] = canonical.reshape(-1, shape[1], canonical.shape[-1])
         return {self.pages: pages}
