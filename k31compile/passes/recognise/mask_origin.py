@@ -7,10 +7,10 @@ import torch
 from torch import fx
 
 from k31compile.graph.dataflow import ATEN
-from k31compile.graph.sizes import is_tensor, numel_of, shape_of, value_of
+from k31compile.graph.sizes import is_tensor, value_of
 from k31compile.graph.views import CASTS, COPIES, is_view
 
-_NOTS = {ATEN.logical_not.default, ATEN.bitwise_not.default}
+NOTS = {ATEN.logical_not.default, ATEN.bitwise_not.default}
 _PERMUTES = {
     ATEN.transpose.int,
     ATEN.permute.default,
@@ -38,8 +38,7 @@ class MaskOrigin:
 
 def mask_origin(mask: fx.Node, dims: Sequence[int | None], negated: bool = False, is_truth: bool = False) -> MaskOrigin:
     """The origin of a mask whose dimensions `dims` are b, t and s; without one it is the same for all of these."""
-    shape = shape_of(mask)
-    wide = [dim for dim in range(len(shape)) if shape[dim] != 1]
+    wide = [dim for dim, size in enumerate(value_of(mask).shape) if not _is_one(size)]
     truth = is_truth or value_of(mask).dtype == torch.bool
     node = mask
     while True:
@@ -47,7 +46,7 @@ def mask_origin(mask: fx.Node, dims: Sequence[int | None], negated: bool = False
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None or not is_tensor(source):
             break
-        if node.target in _NOTS and value_of(source).dtype == torch.bool:
+        if node.target in NOTS and value_of(source).dtype == torch.bool:
             negated = not negated
         elif node.target in (ATEN.eq.Scalar, ATEN.ne.Scalar) and node.args[1] == 0:
             negated ^= node.target is ATEN.eq.Scalar
@@ -61,21 +60,16 @@ def _behind_same_elements(node: fx.Node) -> fx.Node:
     """The value before views that only add or drop dimensions of size one, and before copies."""
     while is_view(node) and is_tensor(node):
         source = node.args[0]
-        if (
-            node.target in _PERMUTES
-            or not isinstance(source, fx.Node)
-            or not is_tensor(source)
-            or _wide(source) != _wide(node)
-        ):
+        if node.target in _PERMUTES or not isinstance(source, fx.Node) or not is_tensor(source):
             break
-        if numel_of(source) != numel_of(node):
+        if _wide(source) != _wide(node):
             break
         node = source
     return node
 
 
 def _wide(node: fx.Node) -> list[str]:
-    return [str(size) for size in value_of(node).shape if not (isinstance(size, int) and size == 1)]
+    return [str(size) for size in value_of(node).shape if not _is_one(size)]
 
 
 def _placed(node: fx.Node, ranks: Sequence[int | None], truth: bool, negated: bool) -> MaskOrigin:

@@ -18,11 +18,10 @@ from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, is_integer, is_tensor, shape_of, value_of
 from k31compile.graph.views import CASTS, behind_views_and_casts, is_view, same_size_base
 from k31compile.kernels.visibility import masked_out
-from k31compile.passes.recognise.mask_origin import MaskOrigin, mask_origin
+from k31compile.passes.recognise.mask_origin import NOTS, MaskOrigin, mask_origin
 
 Sizes = tuple[int, int, int]
 
-_NOTS = {ATEN.logical_not.default, ATEN.bitwise_not.default}
 # How the zeros and ones of a padding mask are read; positions are compared with each other.
 _READS_TRUTH = {*CASTS, ATEN.ne.Scalar, ATEN.eq.Scalar, ATEN.logical_not.default}
 # How a mask that is added comes in; other readers of floats are products of queries, keys and values.
@@ -86,7 +85,7 @@ def mask_source(mask: fx.Node) -> tuple[fx.Node, bool]:
     negated = False
     while True:
         mask = same_size_base(mask)
-        if mask.target not in _NOTS or not isinstance(mask.args[0], fx.Node) or not is_boolean(mask.args[0]):
+        if mask.target not in NOTS or not isinstance(mask.args[0], fx.Node) or not is_boolean(mask.args[0]):
             return mask, negated
         mask, negated = mask.args[0], not negated
 
