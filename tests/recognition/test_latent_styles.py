@@ -6,9 +6,11 @@ from attention_styles import INF
 from latent_lies import LIES
 from latent_styles import STYLES, operands
 from mutation import judge, mutants, traced
-from running import relative_error, run
+from running import compiled, relative_error, run
+from stable_topk import stable_eager
 from torch.testing import assert_close
 
+import k31compile
 from k31compile.passes.recognise.engine import recognise
 from k31compile.passes.recognise.lightning_indexer import LightningIndexerRecogniser
 from k31compile.passes.recognise.sparse_flash_attention import SparseFlashAttentionRecogniser
@@ -42,6 +44,31 @@ def test_style_of_one_token_a_request(name):
 @pytest.mark.parametrize("name", STYLES)
 def test_style_in_float64(name):
     check(name, 5, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("name", ["tokens_of_a_table", "tokens_of_one_cache"])
+def test_one_graph_for_any_number_of_tokens(name):
+    """An engine's batch changes with every step: the list of tokens has a size of its own."""
+    program = STYLES[name]
+    known = len(k31compile.reports())
+    torch._dynamo.reset()
+    fused = compiled(program.fn)
+    for rows in (7, 9, 4):
+        arguments = operands(program.arguments, rows, seed=1)
+        for argument, of in zip(arguments, program.arguments, strict=True):
+            if of in ("qi", "wi", "req") or of.startswith("n_"):
+                torch._dynamo.mark_dynamic(argument, 0)
+        with torch.no_grad():
+            assert relative_error(fused(*arguments), stable_eager(program.fn, *arguments)) < 1e-5
+    assert [report.fused for report in k31compile.reports()[known:]] == [BOTH]
+
+
+def test_block_tables_of_short_integers():
+    program = STYLES["tokens_of_a_table"]
+    short = [x if x.is_floating_point() else x.to(torch.int32) for x in operands(program.arguments, seed=1)]
+    result = run(lambda *given: program.fn(*given[:7], given[7].long(), *given[8:]), *short)
+    assert result.fused == BOTH, result.reasons
+    assert relative_error(result.got, result.want) < 1e-5
 
 
 def hold(name, rows):
