@@ -15,6 +15,7 @@ FORMS = {
     "latent": (("q_latent", "cache"), {}),
     "with rope": (("q_latent", "q_rope", "cache", "rope_cache"), {"rope": True}),
     "joint": (("q_joint", "joint_cache"), {"rope": True}),
+    "joint in pages": (("q_joint", "joint_pages", "joint_table"), {"rope": True}),
     "own heads": (("q_latent", "head_keys", "head_values"), {"own_heads": True}),
 }
 
@@ -134,6 +135,10 @@ class Attention:
         if form == "joint":
             q, joint = operands
             return [(q, joint)], joint[..., :CACHED]
+        if form == "joint in pages":
+            q, pages, table = operands
+            joint = pages[table].flatten(1, 2)
+            return [(q, joint)], joint[..., :CACHED]
         q, keys, values = operands
         return [(q, keys)], values
 
@@ -215,7 +220,7 @@ class Attention:
         rows = [(q, fetch(keys, chosen)) for q, keys in pairs]
         if values is pairs[0][1]:
             mixed = rows[0][1]
-        elif self.choice["form"] == "joint" and self.lie is None:
+        elif self.choice["form"].startswith("joint") and self.lie is None:
             mixed = rows[0][1][..., :CACHED]
         else:
             mixed = fetch(values, chosen)

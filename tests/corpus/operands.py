@@ -233,6 +233,9 @@ def sparse_flash_attention(draw, t):
     scores = (dots * index["index_w"].unsqueeze(-1)).sum(2).masked_fill(torch.arange(KEYS) > pos[..., None], -torch.inf)
     cache, turned = draw.normal(B, KEYS, CACHED), draw.normal(B, KEYS, TURNED)
     latent, rope = draw.normal(B, t, ATTENDING, CACHED), draw.normal(B, t, ATTENDING, TURNED)
+    head_keys, head_values = draw.normal(B, KEYS, ATTENDING, CACHED), draw.normal(B, KEYS, ATTENDING, ANSWER)
+    joint = torch.cat([cache, turned], -1)
+    joint_pages, joint_table = draw.pages(joint)
     return index | {
         "pos": pos,
         "chosen": scores.sort(dim=-1, descending=True, stable=True).indices[..., :BEST_KEYS].contiguous(),
@@ -241,9 +244,11 @@ def sparse_flash_attention(draw, t):
         "q_joint": torch.cat([latent, rope], -1),
         "cache": cache,
         "rope_cache": turned,
-        "joint_cache": torch.cat([cache, turned], -1),
-        "head_keys": draw.normal(B, KEYS, ATTENDING, CACHED),
-        "head_values": draw.normal(B, KEYS, ATTENDING, ANSWER),
+        "joint_cache": joint,
+        "joint_pages": joint_pages,
+        "joint_table": joint_table,
+        "head_keys": head_keys,
+        "head_values": head_values,
     }
 
 

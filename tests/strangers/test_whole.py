@@ -35,8 +35,6 @@ LEFT = {
     },
     "inference_script": {"prefill": {"attn_res": 1}},  # tokens in another order at the output
     "sequence_first": {"prefill": {"gated_rms_norm": 1, "sparse": 1, "router": 1, "experts": 2}},
-    "serving_engine": {"prefill": {"sparse": 1}, "decode": {"sparse": 1}},  # latent and rope joined in one paged cache
-    "tutorial": {"prefill": {"sparse": 1}},  # keys and values by two projections of the latent
 }
 """Of each file and phase how many of each family are not fused."""
 

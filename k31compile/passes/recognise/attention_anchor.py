@@ -155,10 +155,20 @@ def _is_given(flow: Dataflow, node: fx.Node) -> bool:
 def _reads_by_index(flow: Dataflow, node: fx.Node, depth: int) -> Iterator[bool]:
     """Whether something selects by these integers, possibly after casts, views and comparisons of them."""
     for user in flow.users[node]:
+        if _reads_whole_pages(user):
+            continue
         if user.target in _READS_BY_INDEX and (user.args[0] is not node or user.target is ATEN.eq.Tensor):
             yield not (user.target is ATEN.eq.Tensor and not is_tensor(user))
         elif depth and is_tensor(user) and not is_float(user):
             yield from _reads_by_index(flow, user, depth - 1)
+
+
+def _reads_whole_pages(node: fx.Node) -> bool:
+    """Whether the integers name blocks of a pool, all of whose positions are read: a block table chooses no keys."""
+    is_gather = node.target is ATEN.index.Tensor and len(node.args[1]) == 1  # type: ignore[arg-type]
+    is_selection = node.target is ATEN.index_select.default and node.args[1] == 0
+    pool = node.args[0] if is_gather or is_selection else None
+    return isinstance(pool, fx.Node) and len(shape_of(pool)) > 2
 
 
 def _output_of(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:

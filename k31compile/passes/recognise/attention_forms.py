@@ -18,6 +18,7 @@ from k31compile.passes.recognise.operands import Dense, Paged, Values, is_pool
 
 Operand = Dense | Paged
 Letters = Mapping[str, int]
+Table = tuple[fx.Node, fx.Node | None]
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,9 @@ class Cache:
         tensor = self.operand.canonical(values)
         return tensor if "h" in self.operand.layout.letters else tensor.unsqueeze(2)
 
-    @property
-    def table(self) -> fx.Node | None:
-        """The block table, if there is one."""
-        return self.operand.table if isinstance(self.operand, Paged) else None
+    def block_table(self, values: Values) -> torch.Tensor | None:
+        """[B, n], or None for a tensor."""
+        return self.operand.block_table(values) if isinstance(self.operand, Paged) else None
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Form:
     """Queries in one or two parts, a cache in one to three, and weights to be absorbed, if any.
 
     `rope_first` tells in which order a single query holds its two parts, `value_first` in which order a single
-    projection holds those of keys and values; `width` is that of the values in a cache that holds both.
+    projection holds those of keys and values, of which the latter are `width` wide; `joint` is the width of the latent
+    in a cache that holds the rope part too, before it if `rope_first`.
     """
 
     queries: tuple[Dense, ...]
@@ -55,7 +56,7 @@ class Form:
     rope_first: bool = False
     value_first: bool = False
     width: int = 0
-    joint: bool = False
+    joint: int = 0
 
     @property
     def caches(self) -> tuple[Cache, ...]:
@@ -68,9 +69,9 @@ class Form:
         key, value = self.key.tensor(values), self.value.tensor(values)
         rope = self.rope.tensor(values) if self.rope is not None else None
         if self.joint:
-            key, rope = key[..., : self.width], key[..., self.width :]
+            key, rope = self._split_joint(key)
             value = key
-        table = self.key.table
+        table = self.key.block_table(values)
         key_weight, value_weight = self._split_weights(values, query)
         if key_weight is not None:
             query = torch.einsum("bthn,hnl->bthl", query, key_weight.to(query.dtype))
@@ -83,7 +84,7 @@ class Form:
             scale,
             query_rope=query_rope,
             key_rope=rope,
-            block_table=None if table is None else values[table],
+            block_table=table,
             layout_kv="BSND" if table is None else "PA_BSND",
             attention_mode=2 if latent else 0,
             **lengths,
@@ -92,6 +93,11 @@ class Form:
             result = torch.einsum("bthl,hvl->bthv", result, value_weight.to(result.dtype))
         assert isinstance(result, torch.Tensor)
         return result
+
+    def _split_joint(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.rope_first:
+            return cache[..., -self.joint :], cache[..., : -self.joint]
+        return cache[..., : self.joint], cache[..., self.joint :]
 
     def _split_queries(self, values: Values) -> tuple[torch.Tensor, torch.Tensor | None]:
         if len(self.queries) == 2:
@@ -106,14 +112,14 @@ class Form:
 
     def _rope_width(self) -> int:
         if self.joint:
-            return self.key.operand.size("d") - self.width
+            return self.key.operand.size("d") - self.joint
         return self.rope.operand.size("d") if self.rope is not None else 0
 
     def _split_weights(self, values: Values, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Key weight [H, nope, L] and value weight [H, v, L]."""
         if not self.weights:
             return None, None
-        heads, nope, latent = query.shape[2], query.shape[3], self.key.operand.size("d")
+        heads, nope, latent = query.shape[2], query.shape[3], self.joint or self.key.operand.size("d")
         if len(self.weights) == 2:
             key, value = (values[weight] for weight in self.weights)
             return _per_head(key, heads, nope, latent), _per_head(value, heads, self.width, latent)
@@ -131,7 +137,7 @@ def _per_head(weight: torch.Tensor, heads: int, rows: int, latent: int) -> torch
 
 
 def forms(
-    floats: Sequence[fx.Node], weights: Sequence[fx.Node], table: fx.Node | None, letters: Letters
+    floats: Sequence[fx.Node], weights: Sequence[fx.Node], table: Table | None, letters: Letters
 ) -> Iterator[Form]:
     """Every form that the shapes of these leaves allow; `letters` holds b, t and `out`, the output's elements."""
     for count in (1, 2):
@@ -161,7 +167,7 @@ def _with_caches(
     queries: tuple[Dense, ...],
     rest: Sequence[fx.Node],
     weights: Sequence[fx.Node],
-    table: fx.Node | None,
+    table: Table | None,
     letters: Letters,
 ) -> Iterator[Form]:
     widths = [query.size("d") for query in queries]
@@ -176,10 +182,11 @@ def _with_caches(
                 yield from _plain(queries, widths, caches, letters)
 
 
-def _caches(leaf: fx.Node, table: fx.Node | None, letters: Letters) -> list[Cache]:
+def _caches(leaf: fx.Node, table: Table | None, letters: Letters) -> list[Cache]:
     if table is not None:
-        paged = [Cache(Paged(leaf, table))] if is_pool(leaf) else []
-        return [cache for cache in paged if letters.get("s") in (None, cache.operand.size("s"))]
+        paged = Paged(leaf, *table)
+        fits = is_pool(leaf) and paged.size("b") == letters["b"] and letters.get("s") in (None, paged.size("s"))
+        return [Cache(paged)] if fits else []
     known = {letter: letters[letter] for letter in "bs" if letter in letters}
     found = [Cache(Dense(leaf, layout)) for layout in distinct_layouts(shape_of(leaf), "bsd", known)]
     by_head = {**known, "h": letters["h"]}
@@ -203,10 +210,10 @@ def _absorbed(
     if len(caches) == 1 and len(queries) == 1:
         if latent == v == widths[0]:
             yield Form(queries, caches[0], caches[0])
-        elif widths[0] == latent > v and isinstance(caches[0].operand, Dense):
-            yield Form(queries, caches[0], caches[0], width=v, joint=True)
-    elif len(caches) == 1 and sum(widths) == latent > v == widths[0] and isinstance(caches[0].operand, Dense):
-        yield Form(queries, caches[0], caches[0], width=v, joint=True)
+        elif widths[0] == latent > v:
+            yield from _joint(queries, caches[0], v)
+    elif len(caches) == 1 and sum(widths) == latent > v == widths[0]:
+        yield from _joint(queries, caches[0], v)
     elif len(caches) == 2 and latent == v:
         rope = caches[1].operand.size("d")
         if list(widths) == [latent, rope]:
@@ -214,6 +221,12 @@ def _absorbed(
         elif list(widths) == [latent + rope]:
             yield Form(queries, caches[0], caches[0], caches[1])
             yield Form(queries, caches[0], caches[0], caches[1], rope_first=True)
+
+
+def _joint(queries: tuple[Dense, ...], cache: Cache, width: int) -> Iterator[Form]:
+    """One cache of both parts, the values before or behind the rope part."""
+    for rope_first in (False, True):
+        yield Form(queries, cache, cache, joint=width, rope_first=rope_first)
 
 
 def _plain(
@@ -238,27 +251,36 @@ def _native(
     letters: Letters,
 ) -> Iterator[Form]:
     """Keys and values projected from the latent, to be absorbed into the query and the output."""
-    if len(caches) > 2 or _keys(caches[0])[1]:
+    if max(len(caches), len(weights)) > 2 or _keys(caches[0])[1]:
         return
-    latent, heads, v = caches[0].operand.size("d"), letters["h"], letters["v"]
-    rope_cache = caches[1] if len(caches) == 2 else None
-    rope = rope_cache.operand.size("d") if rope_cache is not None else 0
-    nope = widths[0] if len(queries) == 2 else widths[0] - rope
-    if nope <= 0 or (len(queries) == 2 and widths[1] != rope):
-        return
-    for order in itertools.permutations(weights):
-        expected = [heads * (nope + v) * latent] if len(order) == 1 else [heads * nope * latent, heads * v * latent]
-        if [numel_of(weight) for weight in order] != expected:
+    stored = caches[0].operand.size("d")
+    if len(caches) == 2:
+        parts = [(stored, caches[1].operand.size("d"), 0)]
+    else:
+        parts = [(stored, 0, 0), *((latent, stored - latent, latent) for latent in range(1, stored))]
+    for latent, rope, joint in parts:
+        nope = widths[0] if len(queries) == 2 else widths[0] - rope
+        if nope <= 0 or (len(queries) == 2 and widths[1] != rope):
             continue
-        for rope_first in (False, True) if rope and len(queries) == 1 else (False,):
-            for value_first in (False, True) if len(order) == 1 else (False,):
-                yield Form(
-                    queries,
-                    caches[0],
-                    caches[0],
-                    rope_cache,
-                    tuple(order),
-                    rope_first=rope_first,
-                    value_first=value_first,
-                    width=v,
-                )
+        for order in _orders(weights, letters["h"] * latent, nope, letters["v"]):
+            for rope_first in (False, True) if rope and (len(queries) == 1 or joint) else (False,):
+                for value_first in (False, True) if len(order) == 1 else (False,):
+                    yield Form(
+                        queries,
+                        caches[0],
+                        caches[0],
+                        caches[1] if len(caches) == 2 else None,
+                        order,
+                        rope_first=rope_first,
+                        value_first=value_first,
+                        width=letters["v"],
+                        joint=joint,
+                    )
+
+
+def _orders(weights: Sequence[fx.Node], rows: int, nope: int, width: int) -> Iterator[tuple[fx.Node, ...]]:
+    """The weights that make `nope` and `width` columns of each of `rows`, for keys first, or one for both."""
+    expected = [rows * (nope + width)] if len(weights) == 1 else [rows * nope, rows * width]
+    for order in itertools.permutations(weights):
+        if [numel_of(weight) for weight in order] == expected:
+            yield order

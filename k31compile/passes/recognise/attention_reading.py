@@ -18,6 +18,7 @@ from k31compile.graph.region import Region
 from k31compile.graph.shrink import shrunk_pool, shrunk_sizes
 from k31compile.graph.sizes import (
     Substitution,
+    is_float,
     shape_of,
     shape_under,
     symbols_of,
@@ -30,6 +31,7 @@ from k31compile.passes.recognise.masks import MaskLeaf, sample_mask
 from k31compile.passes.recognise.operands import (
     Dense,
     Paged,
+    sample_requests,
     sample_table,
     spread,
 )
@@ -85,18 +87,30 @@ class AttentionReading(Reading):
         key = self.form.key.operand
         others = [letters["h"], *self._widths()]
         page = shape_of(key.pages)[1] if isinstance(key, Paged) else 0
-        small = shrunk_sizes(letters, others, page, self._beyond())
+        page = 0 if page == letters["s"] else page
+        # A batch of single tokens, each with the number of its request, is one list of rows.
+        is_flat = isinstance(key, Paged) and key.is_by_request and letters["t"] == 1
+        lengths = {**letters, "b": 1, "t": letters["b"]} if is_flat else letters
+        small = shrunk_sizes(lengths, others, page, self._beyond())
         if symbols or not small:
             return [symbols]
         for cache in self.form.caches:
-            if isinstance(cache.operand, Paged):
-                small |= shrunk_pool(shape_of(cache.operand.pages), letters["b"], small, letters["s"])
+            if isinstance(cache.operand, Paged) and page:
+                small |= shrunk_pool(shape_of(cache.operand.pages), cache.operand.size("r"), small, letters["s"])
         return [{**symbols, **small}, symbols]
 
     def _beyond(self) -> int:
         """The largest number that hides or shows keys."""
         lengths = [*shape_of(self.found.indices), self.form.key.operand.size("s")]
-        return largest_constant(self.region.nodes, lengths)
+        return largest_constant([node for node in self.region.nodes if not self._cuts_features(node)], lengths)
+
+    def _cuts_features(self, node: fx.Node) -> bool:
+        """Whether the node takes a part of each row of the cache: its numbers are widths."""
+        source = node.args[0] if node.target is ATEN.slice.Tensor else None
+        if not isinstance(source, fx.Node) or not is_float(source):
+            return False
+        shape, dim = shape_of(source), node.args[1] if len(node.args) > 1 else 0
+        return dim in (-1, len(shape) - 1) and shape[-1] == self.form.key.operand.size("d")
 
     def _widths(self) -> list[int]:
         operands = [*self.form.queries, *(cache.operand for cache in self.form.caches)]
@@ -155,9 +169,12 @@ class AttentionReading(Reading):
         table = sample.get(operand.table)
         if table is None:
             table = sample_table(operand.table, shape[0], self._sizes, generator)
-        b, s, d = (operand.size(letter, self._sizes) for letter in "bsd")
-        values = far * spread((b, s, d), generator, 1, 2)
-        return {**operand.place(values, table, shape), operand.table: table}
+        blocks = table.unique()
+        values = far * spread((len(blocks), shape[1], shape[-1]), generator, 1, 2)
+        placed = {**operand.place(values, blocks, shape), operand.table: table}
+        if operand.requests is not None and operand.requests not in sample:
+            placed |= sample_requests(operand.requests, operand.size("r", self._sizes), self._sizes, generator)
+        return placed
 
     def judge(self, sample: Mapping[fx.Node, torch.Tensor], outputs: Sequence[torch.Tensor]) -> float:
         """Equal to the operator for one scale and one rule of visibility, on every row that sees a chosen key."""

@@ -13,7 +13,7 @@ from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, value_of
 from k31compile.kernels.visibility import visible_lengths
 from k31compile.passes.recognise.attention_anchor import is_indexer
-from k31compile.passes.recognise.masks import mask_source
+from k31compile.passes.recognise.mask_origin import MaskOrigin, mask_origin
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Producer:
 
     `marks_empty` tells whether -1 may stand in slots without a visible key; `lengths` is the region that computes a
     fused indexer's lengths from the attention's own integer leaves, where it can be. Of given indices a key named
-    twice counts once for a mask (`counts_once`) and twice for a gather. `mask` is what `mask_source` says of a fused
-    indexer's mask.
+    twice counts once for a mask (`counts_once`) and twice for a gather. `mask` is what a fused indexer's mask was made
+    from.
     """
 
     is_known: bool
@@ -36,7 +36,7 @@ class Producer:
     is_given: bool = False
     is_indexer: bool = False
     counts_once: bool = False
-    mask: tuple[fx.Node, bool] | None = None
+    mask: MaskOrigin | None = None
 
     @property
     def must_refuse_marks(self) -> bool:
@@ -98,8 +98,8 @@ def producers_of(flow: Dataflow, indices: fx.Node, region: Region) -> list[Produ
     computed = _lengths_from(flow, [leaf for leaf in region.leaves if leaf is not indices], outputs)
     if (computed is None and hides) or mask is not None:
         # Which slots are empty cannot be told from what the attention reads: any keys may stand in any slot.
-        source = mask_source(mask) if isinstance(mask, fx.Node) else None
-        return [Producer(False, marks, hides, is_indexer=True, mask=source)]
+        origin = mask_origin(mask, (0, 1, 2)) if isinstance(mask, fx.Node) else None
+        return [Producer(False, marks, hides, is_indexer=True, mask=origin)]
     return [Producer(True, marks, hides, mode, computed, rows is not None, lengths is not None, is_indexer=True)]
 
 

@@ -16,12 +16,12 @@ from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout, layouts
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, is_integer, is_tensor, shape_of, value_of
-from k31compile.graph.views import CASTS, same_size_base
+from k31compile.graph.views import CASTS, behind_views_and_casts, is_view, same_size_base
 from k31compile.kernels.visibility import masked_out
+from k31compile.passes.recognise.mask_origin import NOTS, MaskOrigin, mask_origin
 
 Sizes = tuple[int, int, int]
 
-_NOTS = {ATEN.logical_not.default, ATEN.bitwise_not.default}
 # How the zeros and ones of a padding mask are read; positions are compared with each other.
 _READS_TRUTH = {*CASTS, ATEN.ne.Scalar, ATEN.eq.Scalar, ATEN.logical_not.default}
 # How a mask that is added comes in; other readers of floats are products of queries, keys and values.
@@ -41,19 +41,26 @@ _READS_BIAS = {
 
 @dataclass(frozen=True)
 class MaskLeaf:
-    """A leaf that is a mask [B, T, S], or 1 for any of these: boolean, True showing a key if `shows`, or added."""
+    """A leaf that is a mask [B, T, S], or 1 for any of these: boolean, True showing a key if `shows`, or added.
+
+    Of numbers that are a `truth` only zero or not is read, and zero hides.
+    """
 
     leaf: fx.Node
     layout: Layout
     shows: bool = True
+    truth: bool = False
 
     def readings(self) -> list["MaskLeaf"]:
-        """The mask and, if it is boolean, its contrary."""
-        return [self] if is_float(self.leaf) else [self, replace(self, shows=not self.shows)]
+        """The mask and, if it is a yes or no, its contrary."""
+        is_added = is_float(self.leaf) and not self.truth
+        return [self] if is_added else [self, replace(self, shows=not self.shows)]
 
     def operand(self, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
         """As the operators take it: True shows, or a float that is added."""
         mask = self.layout.canonical(values[self.leaf])
+        if self.truth:
+            return mask.ne(0) if self.shows else mask.eq(0)
         return mask if self.shows else mask.logical_not()
 
     def seen(self, values: Mapping[fx.Node, torch.Tensor], sizes: Sizes) -> torch.Tensor:
@@ -68,10 +75,9 @@ class MaskLeaf:
         return mask.masked_fill(masked_out(mask), 0.0).expand(sizes)
 
     @property
-    def source(self) -> tuple[fx.Node, bool]:
-        """What `mask_source` gives for the operand."""
-        base, negated = mask_source(self.leaf)
-        return base, negated == self.shows
+    def origin(self) -> MaskOrigin:
+        """What the operand is made from."""
+        return mask_origin(self.leaf, self.layout.dims, not self.shows, self.truth)
 
 
 def mask_source(mask: fx.Node) -> tuple[fx.Node, bool]:
@@ -79,7 +85,7 @@ def mask_source(mask: fx.Node) -> tuple[fx.Node, bool]:
     negated = False
     while True:
         mask = same_size_base(mask)
-        if mask.target not in _NOTS or not isinstance(mask.args[0], fx.Node) or not is_boolean(mask.args[0]):
+        if mask.target not in NOTS or not isinstance(mask.args[0], fx.Node) or not is_boolean(mask.args[0]):
             return mask, negated
         mask, negated = mask.args[0], not negated
 
@@ -91,7 +97,7 @@ def mask_inputs(flow: Dataflow, core: Collection[fx.Node], sizes: Sizes) -> list
         for source in flow.inputs[node]:
             if source in flow.constants or not is_tensor(source) or is_integer(source):
                 continue
-            if is_float(source) and node.target not in _READS_BIAS:
+            if is_float(source) and node.target not in _READS_BIAS and not _may_be_truth(node, source):
                 continue
             mask, _ = mask_source(source)
             if mask not in core and next(mask_layouts(mask, sizes), None) is not None:
@@ -117,8 +123,24 @@ def masks_among(flow: Dataflow, region: Region, sizes: Sizes) -> Iterator[MaskLe
     """The leaf that the region reads as its one mask, or any that it could be, in every layout that shapes allow."""
     for leaf in mask_inputs(flow, set(region.nodes), sizes):
         if leaf in region.leaves and all(other is leaf or not is_boolean(other) for other in region.leaves):
-            for layout in mask_layouts(leaf, sizes):
-                yield MaskLeaf(leaf, layout)
+            for layout, truth in itertools.product(mask_layouts(leaf, sizes), _truths(flow, region, leaf)):
+                yield MaskLeaf(leaf, layout, truth=truth)
+
+
+def _truths(flow: Dataflow, region: Region, leaf: fx.Node) -> list[bool]:
+    """Whether a leaf may be numbers of which only zero or not is read: those are multiplied with, not added."""
+    readers = [
+        node
+        for node in region.nodes
+        if not is_view(node) and any(mask_source(source)[0] is leaf for source in flow.inputs[node])
+    ]
+    return [is_float(leaf) and bool(readers) and all(_may_be_truth(node, leaf) for node in readers)]
+
+
+def _may_be_truth(reader: fx.Node, source: fx.Node) -> bool:
+    """Whether a product with what is given, as `chosen * causal` is one before it is compared with zero."""
+    given = behind_views_and_casts(source)
+    return reader.target is ATEN.mul.Tensor and given.op == "placeholder" and not given.meta.get("is_parameter", False)
 
 
 def is_boolean(node: fx.Node) -> bool:
@@ -154,6 +176,8 @@ def sample_mask(
         return {mask.leaf: drawn}
     sign = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
     bias = sign * 10 ** (6 * torch.rand(tuple(shape), generator=generator, dtype=torch.float64) - 3)
+    if mask.truth:
+        return {mask.leaf: torch.where(drawn, torch.where(sign > 1, 1.0, bias), 0.0)}
     bias = bias.masked_fill(torch.rand(tuple(shape), generator=generator) < 0.5, 0.0)
     low = -torch.inf if trial % 2 else torch.finfo(value_of(mask.leaf).dtype).min
     return {mask.leaf: torch.where(drawn, bias, low)}

@@ -1,5 +1,6 @@
 """Leaves as operands: dense tensors of some layout, or pages behind a block table."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,20 +71,31 @@ class FlatHeads(Dense):
 
 @dataclass(frozen=True)
 class Paged:
-    """Pages [blocks, page, (1,) d] and a block table [B, n] that names the block of each page of positions."""
+    """Pages [blocks, page, (1,) d] and a block table [B, n] that names the block of each page of positions.
+
+    With `requests` the table has a row a request, and these integers [B] say whose row each of the batch reads. A table
+    [B] has one block for each of the batch.
+    """
 
     pages: fx.Node
     table: fx.Node
+    requests: fx.Node | None = None
 
     def size(self, letter: str, substitution: Substitution | None = None) -> int:
-        """The size of letter b, s or d."""
+        """The size of letter b, s or d, or of r for the rows of the table."""
         of = shape_of if substitution is None else lambda node: shape_under(node, substitution)
-        batch, blocks = of(self.table)
+        rows, blocks = rows_and_blocks(of(self.table))
         pages = of(self.pages)
-        return {"b": batch, "s": blocks * pages[1], "d": pages[-1]}[letter]
+        batch = rows if self.requests is None else math.prod(of(self.requests))
+        return {"b": batch, "s": blocks * pages[1], "d": pages[-1], "r": rows}[letter]
+
+    @property
+    def is_by_request(self) -> bool:
+        """Whether the batch may be tokens of which several belong to one request."""
+        return self.requests is not None or len(shape_of(self.table)) != 2
 
     def place(self, canonical: torch.Tensor, table: torch.Tensor, shape: Sequence[int]) -> dict[fx.Node, torch.Tensor]:
-        """Pages that hold a canonical operand [B, S, d] behind `table`; what no table names is NaN."""
+        """Pages that hold a canonical operand [B, S, d] behind `table`, or blocks [n, page, d]; others are NaN."""
         pages = torch.full(tuple(shape), torch.nan, dtype=canonical.dtype)
         pages.view(shape[0], shape[1], -1)[table.reshape(-1)] = canonical.reshape(-1, shape[1], canonical.shape[-1])
         return {self.pages: pages}
@@ -93,13 +105,40 @@ class Paged:
         pages = values[self.pages]
         return pages.unsqueeze(2) if pages.dim() == 3 else pages
 
+    def block_table(self, values: Values) -> torch.Tensor:
+        """[B, n], as the operators take it."""
+        table = values[self.table]
+        table = table if table.dim() == 2 else table.reshape(-1, 1)
+        return table if self.requests is None else table.index_select(0, values[self.requests].reshape(-1))
+
+
+def rows_and_blocks(table: Sequence[int]) -> tuple[int, int]:
+    """How many rows a block table of this shape has, and how many blocks each names."""
+    return (table[0], table[1]) if len(table) == 2 else (math.prod(table), 1)
+
 
 def sample_table(table: fx.Node, blocks: int, substitution: Substitution, generator: torch.Generator) -> torch.Tensor:
-    """A block table of distinct blocks, block 0 left out where there are enough."""
-    batch, columns = shape_under(table, substitution)
-    first = 1 if blocks > batch * columns else 0
-    chosen = torch.randperm(blocks - first, generator=generator)[: batch * columns] + first
-    return chosen.view(batch, columns).to(value_of(table).dtype)
+    """A block table of distinct blocks, block 0 left out where there are enough.
+
+    A table has room for the longest requests and a pool need not hold all of them at once: rows then share blocks.
+    """
+    shape = shape_under(table, substitution)
+    batch, columns = rows_and_blocks(shape)
+    if blocks < batch * columns:
+        chosen = torch.rand((batch, blocks), generator=generator).argsort(-1)[:, torch.arange(columns) % blocks]
+    else:
+        first = 1 if blocks > batch * columns else 0
+        chosen = torch.randperm(blocks - first, generator=generator)[: batch * columns] + first
+    return chosen.reshape(shape).to(value_of(table).dtype)
+
+
+def sample_requests(
+    leaf: fx.Node, requests: int, substitution: Substitution, generator: torch.Generator
+) -> dict[fx.Node, torch.Tensor]:
+    """Whose token each is: any request, the last among them."""
+    drawn = torch.randint(0, requests, tuple(shape_under(leaf, substitution)), generator=generator)
+    drawn.view(-1)[-1:] = requests - 1
+    return {leaf: drawn.to(value_of(leaf).dtype)}
 
 
 def paged_source(leaf: fx.Node) -> tuple[fx.Node, fx.Node] | None:

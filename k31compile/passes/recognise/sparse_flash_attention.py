@@ -21,7 +21,7 @@ from k31compile.graph.sizes import (
     shape_of,
 )
 from k31compile.passes.recognise.attention_anchor import Attention, attentions_of
-from k31compile.passes.recognise.attention_forms import forms
+from k31compile.passes.recognise.attention_forms import Table, forms
 from k31compile.passes.recognise.attention_near import almost_attentions
 from k31compile.passes.recognise.attention_reading import AttentionReading
 from k31compile.passes.recognise.attention_samples import producers_of
@@ -132,10 +132,10 @@ class SparseFlashAttentionRecogniser(Recogniser):
         if found.indices not in region.leaves:
             return
         shape = shape_of(found.indices)
-        for layout, table in itertools.product(_index_layouts(found.indices), (None, *_tables(integers))):
+        for layout, table in itertools.product(_index_layouts(found.indices), _tables(integers)):
             letters = {"b": layout.size("b", shape), "t": layout.size("t", shape), "out": numel_of(found.output)}
             letters |= found.known_keys
-            counts = [n for n in integers if n is not table]
+            counts = [n for n in integers if n not in (table or ())]
             for mask, (floats, weights) in itertools.product(
                 _masks(flow, region, letters), _latents_and_weights(found, region)
             ):
@@ -156,7 +156,7 @@ class SparseFlashAttentionRecogniser(Recogniser):
                 "rows with fewer visible keys than are selected would read keys of the future: the attention masks "
                 "neither by position nor by -1"
             )
-        mask = None if visibility.mask is None else visibility.mask.source
+        mask = None if visibility.mask is None else visibility.mask.origin
         if reading.producer.fills_with_hidden_keys and reading.producer.mask != mask:
             raise Mismatch(
                 "rows with fewer visible keys than are selected may read keys that the indexer hides: the attention "
@@ -208,8 +208,17 @@ def _latents_and_weights(found: Attention, region: Region) -> Iterator[tuple[lis
         yield [n for n in floats if n not in weights], weights
 
 
-def _tables(integers: Sequence[fx.Node]) -> list[fx.Node]:
-    return [n for n in integers if len(shape_of(n)) == 2]
+def _tables(integers: Sequence[fx.Node]) -> Iterator[Table | None]:
+    """No block table, or one with a row for each of the batch, or with a row a request and whose token each is.
+
+    Where a request has one block, whose token each is serves as a table.
+    """
+    yield None
+    tables = [n for n in integers if len(shape_of(n)) == 2]
+    lists = [n for n in integers if sum(size != 1 for size in shape_of(n)) <= 1]
+    yield from ((table, None) for table in tables)
+    yield from ((table, requests) for table in tables for requests in lists if table is not requests)
+    yield from ((requests, None) for requests in lists if len(shape_of(requests)) == 1)
 
 
 def _masks(flow: Dataflow, region: Region, letters: Mapping[str, int]) -> Iterator[MaskLeaf | None]:
