@@ -14,15 +14,18 @@ from k31compile.passes import registry
 from k31compile.passes.registry import Pass, PassResult, all_passes, ordered, register_pass
 
 FOLDER = Path(k31compile.passes.__file__).parent
-# The scheduler itself knows tasks, not graphs of operators, and is no pass.
-SCHEDULER = {"tasks", "cost_model", "schedule", "verify_schedule", "play_schedule"} | {
-    *("schedule_tasks", "placing", "priorities", "fractal_nz", "improve", "nz_weights"),
+# The scheduler knows tasks, not graphs of operators; weights in blocks are decided in a lowered graph.
+NO_PASSES = {
+    "fusion": set(),
+    "layout": {"fractal_nz", "nz_weights"},
+    "schedule": {"cost_model", "improve", "placing", "play_schedule", "priorities", "schedule", "schedule_tasks"}
+    | {"tasks", "verify_schedule"},
 }
 FILES = sorted(
     path
-    for folder in ("fusion", "layout", "schedule")
+    for folder, others in NO_PASSES.items()
     for path in (FOLDER / folder).glob("*.py")
-    if path.stem not in {"__init__", *(SCHEDULER if folder == "schedule" else ())}
+    if path.stem not in {"__init__", *others}
 )
 
 
