@@ -92,9 +92,9 @@ def compile_offline(entry: Entry, target: str, streams: int = 4) -> OfflineGraph
         TargetError: an operator has no lowering.
     """
     profile = profile_of(target)
+    session = open_session(profile)
     with entry.grad_mode():
         module, arguments = captured_graph(entry.model, entry.args, entry.kwargs, target)
-    session = open_session(profile)
     inputs = module.graph.find_nodes(op="placeholder")
     parameters = [position for position, node in enumerate(inputs) if node.meta.get("is_parameter", False)]
     lowered = lower(module, profile)

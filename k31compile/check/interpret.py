@@ -60,13 +60,13 @@ class Recorder(fx.Interpreter):
         """Run one operator and keep choices and calls."""
         is_ours = str(target).startswith("k31.")
         # Calls are judged after the run: what the end of the graph writes over must be kept as the call saw it.
-        kept = pytree.tree_map(self._kept, (args, kwargs)) if is_ours else ()
+        seen: tuple[Any, Any] = pytree.tree_map(self._kept, (args, kwargs)) if is_ours else (args, kwargs)
         result = super().call_function(target, args, kwargs)
         assert self.node is not None
         if target in CHOICES:
             self.choices[self.node.name] = result if isinstance(result, torch.Tensor) else result[1]
         if is_ours:
-            self.calls.append(Call(self.node, kept[0], dict(kept[1]), result))
+            self.calls.append(Call(self.node, seen[0], dict(seen[1]), result))
         return result
 
     def _kept(self, value: Any) -> Any:

@@ -33,6 +33,9 @@ def compile(
         raise UsageError("--offline needs --target", hint="targets: ascend-a3, ascend-950")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", hint="give -o a folder")
+    from k31compile.targets.ascend.profiles import profile_of
+
+    profile_of(product)
     entries = target.load_entries(target_name, "bf16" if _is_shipped(target_name) else None, layers)
     made: list[tuple[OfflineGraph, list[Path]]] = []
     with console.progress("compile", len(entries)) as advance:

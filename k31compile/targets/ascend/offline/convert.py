@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,9 @@ def convert(module: fx.GraphModule, example_inputs: Sequence[Any]) -> GeGraph:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     inputs = _on_npu(example_inputs, mode)
     # torchair computes shapes under the mode of the compile that it runs in.
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), warnings.catch_warnings():
+        # One for each operator whose symbolic shape it would ask of CANN; the graph has none.
+        warnings.filterwarnings("ignore", message="infer and generate sym shape failed")
         made = compiler._gen_compiled_gm(module, inputs, GraphTransformObserver(module, inputs, config))
     return GeGraph(made.graph, dict(made._graph_output_ref_input), getattr(made, "fx_graph", module).graph)
 

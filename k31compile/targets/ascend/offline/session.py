@@ -1,6 +1,8 @@
 """torch_npu and torchair opened for a product that is not here: stand-ins for CANN answer for that product."""
 
+import contextlib
 import ctypes
+import io
 import os
 import sys
 import warnings
@@ -50,7 +52,8 @@ def _load(profile: Profile) -> None:
         for name in (MAIN, *stub_names(folder)):
             ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     try:
-        with warnings.catch_warnings():
+        # It prints that there is no CANN, which is known here and would stand in the middle of a JSON document.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             import torch_npu
             import torch_npu.dynamo  # noqa: F401  (puts torchair on the path)
