@@ -8,7 +8,12 @@ from k31compile.passes.recognise.engine import recognise
 from k31compile.passes.registry import PassResult, register_pass
 
 
-@register_pass(name="fuse_gated_delta_recurrent", fusion="gated_delta_recurrent", numerics="reassociated")
+@register_pass(
+    name="fuse_gated_delta_recurrent",
+    fusion="gated_delta_recurrent",
+    after=("gather_token_gates",),
+    numerics="reassociated",
+)
 def fuse_gated_delta_recurrent(module: fx.GraphModule, options: Options) -> PassResult:
     """Decay, predict, write, read, token by token, the decay a number for each head (gated DeltaNet).
 

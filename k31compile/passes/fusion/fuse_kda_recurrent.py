@@ -8,7 +8,9 @@ from k31compile.passes.recognise.engine import recognise
 from k31compile.passes.registry import PassResult, register_pass
 
 
-@register_pass(name="fuse_kda_recurrent", fusion="kda_recurrent", numerics="reassociated")
+@register_pass(
+    name="fuse_kda_recurrent", fusion="kda_recurrent", after=("gather_token_gates",), numerics="reassociated"
+)
 def fuse_kda_recurrent(module: fx.GraphModule, options: Options) -> PassResult:
     """Decay, predict, write, read, token by token (K3.1 spec 2.4).
 
