@@ -54,6 +54,23 @@ class _GraphCaptured(Exception):
 
 
 _capturing: ContextVar[_Capture | None] = ContextVar("capturing", default=None)
+_listing: ContextVar[list[dict[str, Any]] | None] = ContextVar("listing", default=None)
+
+
+def kept_whole(model: Callable[..., Any], call: Callable[[Callable[..., Any]], Any]) -> list[dict[str, Any]]:
+    """Which functions and loops a compile of a call keeps whole, as a report has them; no graph is rewritten.
+
+    `call` is given the compiled model and calls it once.
+    """
+    torch._dynamo.reset()
+    found: list[dict[str, Any]] = []
+    token = _listing.set(found)
+    try:
+        call(torch.compile(model, backend="k31", options={"codegen": "ops"}, dynamic=False))
+    finally:
+        _listing.reset(token)
+        torch._dynamo.reset()
+    return found
 
 
 def captured_graph(
@@ -98,6 +115,9 @@ def k31(
         StrictError: under `strict=True`, where the report would only tell.
     """
     chosen = _options(mode, options, unknown)
+    if (listed := _listing.get()) is not None:
+        listed += _leaves(module)
+        return as_written(module).forward
     said = take_notes()
     report = Report(versions={"torch": torch.__version__, "python": platform.python_version()}, notes=list(said))
     try:
@@ -195,16 +215,20 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
 
 def _tell_of_leaves(module: fx.GraphModule, report: Report) -> None:
     """Put into the report which functions were kept whole, by how many calls, and which candidates were not."""
+    report.leaves = _leaves(module)
+    session = current()
+    if session is not None:
+        report.refused.extend(session.refusals())
+
+
+def _leaves(module: fx.GraphModule) -> list[dict[str, Any]]:
     counts: Counter[str] = Counter()
     found: dict[str, dict[str, Any]] = {}
     for _, leaf in leaf_calls(module):
         key = leaf.identity()
         counts[key] += 1
         found.setdefault(key, leaf.to_dict())
-    report.leaves = [{**entry, "calls": counts[key]} for key, entry in found.items()]
-    session = current()
-    if session is not None:
-        report.refused.extend(session.refusals())
+    return [{**entry, "calls": counts[key]} for key, entry in found.items()]
 
 
 def _why_not_ours(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> str:

@@ -88,6 +88,13 @@ class CheckpointError(K31Error):
     default_hint = "git checkout examples/pico brings the trained one back; examples/train_pico.py makes it anew"
 
 
+class CallError(K31Error):
+    """An entry whose model fails when it is called as it is written, without any compiling."""
+
+    code = "K31-0107"
+    default_hint = "repair the model or the arguments of its Entry; --debug shows the traceback"
+
+
 class TraceError(K31Error):
     """A graph that could not be turned into functional ATen operators."""
 
@@ -183,7 +190,7 @@ class CheckError(K31Error):
     """A compiled model whose results differ from the ones it was checked against."""
 
     code = "K31-0601"
-    default_hint = "run `k31 check` with --json for the first stage that differs"
+    default_hint = "--all shows every stage before it; options={'fuse': [...]} leaves a fusion out"
 
 
 class ContractError(K31Error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from k31compile.backend import kept_whole
 from k31compile.check.compare import compare_graph
 from k31compile.check.distance import relative_error
 from k31compile.check.result import CheckReport, judged
@@ -19,6 +21,7 @@ from k31compile.graph.trace import trace_functional
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
 from k31compile.report import Report
+from k31compile.slices.leaf import LOOP
 
 AGAINST = ("eager",)
 MARK = "k31_check"
@@ -40,10 +43,10 @@ def check(entry: Entry, against: str = "eager") -> CheckReport:
     if any(tensor.device.type == "meta" for tensor in tensors):
         raise UsageError("meta tensors have no values to check", where=entry.name, hint="k31 explain takes them")
     catcher = _Catcher()
-    torch._dynamo.reset()
     compiled = torch.compile(entry.model, backend=catcher, dynamic=False)
     try:
         written = _called(entry, entry.model)
+        whole = kept_whole(entry.model, lambda compiled: _called(entry, compiled))
         outputs = _called(entry, compiled)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         raise error.inner_exception from error
@@ -53,7 +56,26 @@ def check(entry: Entry, against: str = "eager") -> CheckReport:
     if outputs and catcher.found:
         report.stages.append(judged("graphs against the model's code", "trace", 0.0, worst, outputs[0].dtype))
     report.stages.extend(stage for found in catcher.found for stage in found)
+    report.notes += _of_whole(whole)
     return report
+
+
+def _of_whole(leaves: Sequence[dict[str, Any]]) -> list[str]:
+    """Say what a compile keeps whole and this check runs as it is written, so that it has no row."""
+    if not leaves:
+        return []
+    counts: Counter[str] = Counter()
+    for leaf in leaves:
+        counts[f"{leaf['operator']} ({leaf['function']}, {leaf['where']})"] += leaf["calls"]
+    listed = ", ".join(f"{count} x {what}" for what, count in counts.items())
+    one = counts.total() == 1
+    kept = "1 function or loop" if one else f"{counts.total()} functions and loops"
+    note = (
+        f"{kept} that a compile keeps whole {'was' if one else 'were'} traced as written: {listed}; a compile confirms "
+        "by calling (k31 explain), here there is no row of it"
+    )
+    around = "; what stands around a loop over data runs outside of all graphs, and has no row either"
+    return [note + (around if any(leaf["why"] == LOOP for leaf in leaves) else "")]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from k31compile.cli import console, target
+from k31compile.cli.calling import calling
 from k31compile.cli.check_lock import check_lock
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ def check(
     with console.progress("check", len(entries)) as advance:
         for entry in entries:
             advance(entry.name)
-            found.append((entry.name, run_check(entry)))
+            with calling(entry) as said:
+                report = run_check(entry)
+            report.notes += said
+            found.append((entry.name, report))
     total = CheckReport.joined(found) if len(found) > 1 else found[0][1]
     data: dict[str, Any] = {**total.to_dict(), "target": target_name, "dtype": dtype}
     console.emit(data, lambda out: _render(total, all_stages, out))
@@ -56,6 +60,8 @@ def _render(report: CheckReport, all_stages: bool, out: Console) -> None:
         numbers = (f"{value:.1e}" for value in (stage.eager, stage.k31, stage.bound))
         table.add_row(stage.name, stage.kind, *numbers, "ok" if stage.ok else "WRONG", note)
     out.print(table)
+    for note in report.notes:
+        out.print(note, markup=False, highlight=False)
     wrong = sum(not stage.ok for stage in report.stages)
     verdict = "all within their bounds" if not wrong else f"{wrong} beyond their bounds"
     out.print(f"{len(report.stages)} stages compared, {verdict}", highlight=False)

@@ -44,6 +44,11 @@ def json_wanted() -> bool:
     return _flags.json
 
 
+def debug_wanted() -> bool:
+    """Tell whether this command was asked for tracebacks."""
+    return _flags.debug
+
+
 def output() -> Console:
     """Return the console of results: standard output."""
     if sys.stdout.isatty():
@@ -84,8 +89,13 @@ def fail(error: Exception) -> int:
 
 
 def _unexpected(error: Exception) -> K31Error:
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return K31Error(what, hint="run it again with --debug for the traceback")
+    return K31Error(in_one_line(error), hint="run it again with --debug for the traceback")
+
+
+def in_one_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def drop_output() -> None:

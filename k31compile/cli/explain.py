@@ -10,6 +10,7 @@ from rich.console import Console
 
 import k31compile
 from k31compile.cli import console, html, target
+from k31compile.cli.calling import calling
 from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def explained(entry: Entry) -> Report:
     """Return the report over all graphs of one call of an entry."""
     from k31compile.explain import explain as explain_call
 
-    with entry.grad_mode():
+    with calling(entry) as said, entry.grad_mode():
         report = explain_call(entry.model, *entry.args, **entry.kwargs)  # type: ignore[arg-type]
-    report.notes.extend(_meta_note(entry))
+    report.notes.extend([*said, *_meta_note(entry)])
     if entry.mode == "grad":
         report.notes.append("the entry asks for gradients; k31 compiles for inference: this is the call without")
     return report

@@ -105,6 +105,12 @@ def _call(factory: Callable[[], Any], target: str) -> list[Entry]:
     with _blame(f"{target} failed"):
         made = factory()
     found = list(made) if isinstance(made, list | tuple) else [made]
+    if isinstance(made, list | tuple) and not all(isinstance(item, Entry) for item in found):
+        kinds = ", ".join(type(item).__name__ for item in found)
+        raise EntryError(
+            f"{target} returned a {type(made).__name__} ({kinds}), not an Entry or a list of them",
+            hint=f"write {_FACTORY}",
+        )
     for item in found:
         if isinstance(item, torch.nn.Module):
             raise EntryError(

@@ -33,6 +33,7 @@ from k31compile.leaves.recall import form_of
 from k31compile.leaves.situation import refuse_situation
 from k31compile.leaves.source import examine
 from k31compile.loops import node_budget
+from k31compile.notes import telling_for
 from k31compile.options import Options
 from k31compile.report import Refusal
 from k31compile.skipped import tell_of_skipped
@@ -108,6 +109,7 @@ def install(is_ours: Callable[[Any], Mapping[str, Any] | None]) -> None:
         frame["code"] = session.cuts.code(frame["code"])
         with (
             _session(session),
+            telling_for(frame["compiler_fn"]),
             answering(session.cuts, _answer_whole),
             node_budget(session.options.node_budget),
             tell_of_skipped(frame["code"], lambda: session.cuts.reasons),

@@ -11,6 +11,9 @@ import torch
 from k31compile.leaves.leaf import Kept
 from k31compile.slices.form import OPERATOR, Form
 
+LOOP = "loop over data"
+"""Why a slice is kept whole, as reports say it."""
+
 
 @dataclass(frozen=True)
 class SliceLeaf(Kept):
@@ -45,7 +48,7 @@ class SliceLeaf(Kept):
             "function": self.function,
             "where": self.where,
             "operator": OPERATOR,
-            "why": "loop over data",
+            "why": LOOP,
             **self.form.to_dict(),
             "text": f"confirmed on {self.form.evidence.samples} samples in float64, by calling it",
         }

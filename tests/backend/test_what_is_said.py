@@ -158,3 +158,53 @@ def test_a_loop_that_dynamo_skips_is_told_with_what_to_write(
     assert note in caplog.text
     again = k31compile.explain(torch.nn.Linear(6, 6), arguments[0])
     assert not [note for note in again.notes if "left uncompiled" in note]
+
+
+class AskedWithoutModules(torch.nn.Module):
+    """No module is called, so that no graph is made of any part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = torch.nn.Parameter(torch.randn(3, 6, 6))
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i in range(3):
+            mine = indices == i
+            if mine.any():
+                y += (mine * weights).sum(-1, keepdim=True) * (x @ self.matrices[i])
+        return y
+
+
+def test_what_is_said_of_a_model_stays_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    import k31compile
+    from k31compile import notes
+
+    arguments = torch.randn(5, 6), torch.randint(0, 3, (5, 2)), torch.rand(5, 2)
+    notes.take_notes()
+    torch._dynamo.reset()
+    known = len(k31compile.reports())
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="k31compile"):
+        torch.compile(AskedWithoutModules(), backend="k31", options={"codegen": "ops"})(*arguments)
+        torch.compile(torch.nn.Tanh(), backend="k31", options={"codegen": "ops"})(arguments[0])
+    (report,) = k31compile.reports()[known:]
+    assert not report.notes
+    (note,) = notes.take_notes()
+    assert "AskedWithoutModules.forward is left uncompiled" in note
+    assert note in caplog.text
+
+
+def test_notes_for_a_compiler_wait_for_it() -> None:
+    from k31compile import notes
+
+    notes.take_notes()
+    mine, other = object(), object()
+    with notes.telling_for(mine):
+        notes.tell("of mine")
+        notes.tell("of mine")
+    notes.tell("for whoever comes")
+    with notes.telling_for(other):
+        assert notes.take_notes() == ["for whoever comes"]
+    with notes.telling_for(mine):
+        assert notes.take_notes() == ["of mine"]
+    assert notes.take_notes() == []

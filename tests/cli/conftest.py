@@ -51,6 +51,14 @@ def model_alone():
     return Small()
 
 
+def with_arguments():
+    return Small(), (torch.randn(2, 19, 24),)
+
+
+def ill_called():
+    return Entry("ill", Small(), (torch.randn(2, 19, 23),))
+
+
 def nothing():
     return []
 

@@ -63,6 +63,7 @@ def test_a_wrong_kernel_is_named(small: str, k31: Run, k31_json: RunJson) -> Non
     assert "WRONG" in out
     last = err.splitlines()[-1]
     assert last.startswith("K31-0601: operator sparse_flash_attention in ")
+    assert last.endswith("--all shows every stage before it; options={'fuse': [...]} leaves a fusion out")
     code, data = k31_json("check", f"{small}:entry")
     assert (code, data["ok"]) == (1, False)
     assert data["first_wrong"].startswith("sparse_flash_attention")

@@ -24,6 +24,10 @@ Run = Callable[..., tuple[int, str, str]]
             "{small}:model_alone",
             "K31-0104: {small}:model_alone returned the model alone (Small), which does not say how",
         ),
+        (
+            "{small}:with_arguments",
+            "returned a tuple (Small, tuple), not an Entry or a list of them; write def factory",
+        ),
         ("{small}:nothing", "returned an empty list"),
         ("{small}:number", "returned a int, not an Entry"),
         ("{small}:not_callable", "is a int, not a function"),

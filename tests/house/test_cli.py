@@ -91,6 +91,11 @@ def test_a_traceback_only_with_debug(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_of_an_unexpected_error_only_the_first_line_is_told() -> None:
+    assert console.in_one_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert console.in_one_line(ValueError()) == "ValueError"
+
+
 def test_a_result_is_text_or_one_json_document(
     command: Callable[[Callable[..., int | None]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,3 +125,18 @@ def test_the_operator_is_left_out_by_an_option(tokens, compiled):
     model = compiled(layer, options={"fuse": ["moe_gating_top_k"]})
     torch.testing.assert_close(model(tokens()), layer(tokens()), atol=2e-6, rtol=1e-5)
     assert all("grouped_experts" not in report.fused for report in k31compile.reports()[-3:])
+
+
+def test_a_check_says_that_it_does_not_compare_a_loop_which_a_compile_keeps_whole(tokens):
+    torch.manual_seed(1)
+    report = k31compile.check(k31compile.Entry("counted", Counted().eval(), (tokens(2, 5),)))
+    (note,) = report.notes
+    assert note.startswith("1 function or loop that a compile keeps whole was traced as written: 1 x grouped_experts (")
+    assert "slices/expert_loops.py:" in note
+    assert "what stands around a loop over data runs outside of all graphs" in note
+    assert "grouped_experts" not in report.fused
+
+
+def test_a_check_of_plain_code_has_no_such_note():
+    report = k31compile.check(k31compile.Entry("plain", nn.Linear(4, 4).eval(), (torch.randn(2, 4),)))
+    assert not report.notes
