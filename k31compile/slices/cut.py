@@ -39,7 +39,7 @@ from k31compile.slices.syntax import (
 _MOST_STARTS = 16
 # Over requests, tokens and heads: a rule of tokens written number by number, which no traced graph shows.
 _DEEP, _FEWEST_PARAMETERS = 3, 5
-_ANSWER = "__k31_answer"
+_ANSWER, _FOLLOWING = "__k31_answer", "__k31_following"
 _LOOPING = ("FOR_ITER", "JUMP_BACKWARD")
 _FUTURES = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _numbers = itertools.count()
@@ -195,19 +195,19 @@ class _Cutter:
         begin = max(0, first - _MOST_STARTS + 1)
         out: list[ast.stmt] = [*block[:begin]]
         known = known | names_assigned_for_sure(out)
-        out += _parse(f"{_ANSWER} = None", block[begin])
+        out += _parse(f"{_ANSWER} = {_FOLLOWING} = None", block[begin])
+        ends = _ends(block, last)
         for i in range(begin, last + 1):
             if i <= first:
-                for end in dict.fromkeys((last + 1, len(block))):
-                    out += self._question(block[i:end], names_needed(block[end:]) | needed, known)
-            guarded = _parse(f"if {_ANSWER} is None:\n    pass", block[i])
-            assert isinstance(guarded[0], ast.If)
-            guarded[0].body = [block[i]]
-            out += guarded
+                for end in ends:
+                    later = names_needed(block[end:]) | needed
+                    out += self._question(block[i:end], later, known, follows=end > last + 1)
+            out += _unless_known(_ANSWER, block[i])
             known = known | names_assigned_for_sure([block[i]])
-        return [*out, *block[last + 1 :]]
+        following = _unless_known(_FOLLOWING, block[last + 1]) if last + 2 in ends else block[last + 1 : last + 2]
+        return [*out, *following, *block[last + 2 :]]
 
-    def _question(self, inside: list[ast.stmt], needed: set[str], known: set[str]) -> list[ast.stmt]:
+    def _question(self, inside: list[ast.stmt], needed: set[str], known: set[str], *, follows: bool) -> list[ast.stmt]:
         """Ask whether these statements may be replaced; nothing where they are no function of what they read."""
         returns = isinstance(inside[-1], ast.Return) and inside[-1].value is not None
         if not all(may_move(statement, last=returns) for statement in inside):
@@ -228,7 +228,8 @@ class _Cutter:
             f"{line_of(self.function).rpartition(':')[0]}:{self.line}",
             inside[0].lineno,
         )
-        then = f"return {_ANSWER}" if returns else f"{made[0]} = {_ANSWER}"
+        also = f"{_FOLLOWING} = " if follows else ""
+        then = f"return {_ANSWER}" if returns else f"{also}{made[0]} = {_ANSWER}"
         return _parse(
             f"if {_ANSWER} is None:\n"
             f"    def {name}({arguments}):\n        return None\n"
@@ -282,6 +283,24 @@ def _extent(block: Sequence[ast.stmt]) -> tuple[int, int] | None:
             counted -= names_assigned_for_sure([block[i]])
     looping = any(has_loop(statement) for statement in block[first : last + 1])
     return (first, last) if looping else None
+
+
+def _ends(block: Sequence[ast.stmt], last: int) -> list[int]:
+    """Where a slice may end: after its loop, after an assignment that follows it, as a cast, or with the function."""
+    ends = [last + 1]
+    if last + 1 < len(block) and isinstance(block[last + 1], ast.Assign):
+        ends.append(last + 2)
+    if last + 1 < len(block) and isinstance(block[-1], ast.Return):
+        ends.append(len(block))
+    return ends
+
+
+def _unless_known(name: str, statement: ast.stmt) -> list[ast.stmt]:
+    """A statement that is left out where an answer stands for it."""
+    guarded = _parse(f"if {name} is None:\n    pass", statement)
+    assert isinstance(guarded[0], ast.If)
+    guarded[0].body = [statement]
+    return guarded
 
 
 def _parse(text: str, place: ast.AST) -> list[ast.stmt]:
