@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,8 +19,8 @@ from k31compile.slices.call import SliceCall
 from k31compile.slices.called import CalledExperts, real_shapes
 from k31compile.slices.counting import Counting, Scale, countings, refuse_large_numbers, scales, tokens_to_try
 from k31compile.slices.form import Evidence, Form
-from k31compile.slices.held import Place
-from k31compile.slices.roles import Roles, count_of, roles_of
+from k31compile.slices.held import Place, text_of
+from k31compile.slices.roles import Roles, count_of, has_rows, roles_of
 
 _MOST_READINGS = 64
 _CANNOT = "its tokens [.., L], experts and weights [.., k], with two or three matrices an expert, cannot be told apart"
@@ -38,6 +39,7 @@ def confirm_slice(call: SliceCall) -> Form:
     """
     found = list(itertools.islice(roles_of(call), _MOST_READINGS))
     if not found:
+        _refuse_repeated(call)
         raise NoExperts(_CANNOT)
     refuse_large_numbers(call, found[0])
     furthest = Denied(_CANNOT)
@@ -52,6 +54,13 @@ def confirm_slice(call: SliceCall) -> Form:
             except (IndexError, RuntimeError) as error:
                 furthest = max(furthest, Denied(f"it cannot be run on samples: {first_line(error)}", 0), key=_trials)
     raise furthest
+
+
+def _refuse_repeated(call: SliceCall) -> None:
+    """Raise Unfit where a list of what may be experts holds one module in two places."""
+    for place, first in call.held.repeated.items():
+        if isinstance(place[-1], int) and isinstance(first[-1], int) and has_rows(call):
+            raise Unfit(f"{text_of(place)} and {text_of(first)} are one module, and each expert needs one of its own")
 
 
 def _trials(denied: Denied) -> int:
@@ -111,7 +120,18 @@ def _check_rounding(form: Form, reading: CalledExperts) -> None:
         truth = reading.call.run_in_float64(raised, reading.numbers)
         theirs = reading.call.run(values, reading.numbers)
         ours = form.program([values[place] for place in form.places])
-        compare_rounding(truth, theirs, ours)
+        try:
+            compare_rounding(truth, theirs, ours)
+        except Mismatch as mismatch:
+            raise Mismatch(f"{mismatch.args[0]}{_told_of_types(form, values)}", *mismatch.args[1:]) from None
+
+
+def _told_of_types(form: Form, values: Mapping[Place, torch.Tensor]) -> str:
+    """What to do where experts of a narrow type leave the slice in a wider one."""
+    narrow = values[form.x].dtype
+    if torch.finfo(form.dtype).eps >= torch.finfo(narrow).eps:
+        return ""
+    return f"; its tokens are {narrow}: cast the sum to that right after the loop, y = y.to(x.dtype)"
 
 
 def _check_nan(form: Form, reading: CalledExperts) -> None:

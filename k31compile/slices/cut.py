@@ -28,7 +28,9 @@ from k31compile.slices.syntax import (
     masks_in,
     may_move,
     names_assigned_for_sure,
+    names_captured,
     names_changed,
+    names_needed,
     names_read,
     names_written,
     only_raises,
@@ -37,7 +39,7 @@ from k31compile.slices.syntax import (
 _MOST_STARTS = 16
 # Over requests, tokens and heads: a rule of tokens written number by number, which no traced graph shows.
 _DEEP, _FEWEST_PARAMETERS = 3, 5
-_ANSWER = "__k31_answer"
+_ANSWER, _FOLLOWING = "__k31_answer", "__k31_following"
 _LOOPING = ("FOR_ITER", "JUMP_BACKWARD")
 _FUTURES = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _numbers = itertools.count()
@@ -148,12 +150,12 @@ class _Cutter:
         self.slices: dict[str, Slice] = {}
 
     def cut(self) -> Cut | None:
-        block, known, rest = _block_with_data(self.definition.body, set(self.parameters), [])
+        block, known, needed = _block_with_data(self.definition.body, set(self.parameters), set())
         extent = _extent(block)
         if extent is None:
             return None
         self.line = next(one.lineno for one in block[slice(*extent)] + block[extent[1] :] if has_loop(one))
-        changed = self._with_questions(block, *extent, known, rest)
+        changed = self._with_questions(block, *extent, known, needed)
         if not self.slices:
             return None
         block[:] = changed
@@ -187,25 +189,25 @@ class _Cutter:
         return Cut(code, {questions[name]: one for name, one in self.slices.items()})
 
     def _with_questions(
-        self, block: list[ast.stmt], first: int, last: int, known: set[str], rest: Sequence[ast.stmt]
+        self, block: list[ast.stmt], first: int, last: int, known: set[str], needed: set[str]
     ) -> list[ast.stmt]:
         """The block with each statement up to the loop behind a question."""
         begin = max(0, first - _MOST_STARTS + 1)
         out: list[ast.stmt] = [*block[:begin]]
         known = known | names_assigned_for_sure(out)
-        out += _parse(f"{_ANSWER} = None", block[begin])
+        out += _parse(f"{_ANSWER} = {_FOLLOWING} = None", block[begin])
+        ends = _ends(block, last)
         for i in range(begin, last + 1):
             if i <= first:
-                for end in dict.fromkeys((last + 1, len(block))):
-                    out += self._question(block[i:end], [*block[end:], *rest], known)
-            guarded = _parse(f"if {_ANSWER} is None:\n    pass", block[i])
-            assert isinstance(guarded[0], ast.If)
-            guarded[0].body = [block[i]]
-            out += guarded
+                for end in ends:
+                    later = names_needed(block[end:]) | needed
+                    out += self._question(block[i:end], later, known, follows=end > last + 1)
+            out += _unless_known(_ANSWER, block[i])
             known = known | names_assigned_for_sure([block[i]])
-        return [*out, *block[last + 1 :]]
+        following = _unless_known(_FOLLOWING, block[last + 1]) if last + 2 in ends else block[last + 1 : last + 2]
+        return [*out, *following, *block[last + 2 :]]
 
-    def _question(self, inside: list[ast.stmt], after: Sequence[ast.stmt], known: set[str]) -> list[ast.stmt]:
+    def _question(self, inside: list[ast.stmt], needed: set[str], known: set[str], *, follows: bool) -> list[ast.stmt]:
         """Ask whether these statements may be replaced; nothing where they are no function of what they read."""
         returns = isinstance(inside[-1], ast.Return) and inside[-1].value is not None
         if not all(may_move(statement, last=returns) for statement in inside):
@@ -213,7 +215,8 @@ class _Cutter:
         read = sorted(names_read(inside) & self.locals)
         before = [name for name in read if name in known]
         unknown = set(read) - known - names_written(inside)
-        made = sorted(names_written(inside) & names_read(after))
+        captured = names_captured(self.definition, inside[0].lineno)
+        made = sorted(names_written(inside) & (needed | captured))
         if unknown or names_changed(inside) & set(before) or len(made) != (0 if returns else 1):
             return []
         name = f"__k31_slice_{next(_numbers)}"
@@ -225,7 +228,8 @@ class _Cutter:
             f"{line_of(self.function).rpartition(':')[0]}:{self.line}",
             inside[0].lineno,
         )
-        then = f"return {_ANSWER}" if returns else f"{made[0]} = {_ANSWER}"
+        also = f"{_FOLLOWING} = " if follows else ""
+        then = f"return {_ANSWER}" if returns else f"{also}{made[0]} = {_ANSWER}"
         return _parse(
             f"if {_ANSWER} is None:\n"
             f"    def {name}({arguments}):\n        return None\n"
@@ -247,19 +251,19 @@ class _Cutter:
 
 
 def _block_with_data(
-    body: list[ast.stmt], known: set[str], rest: Sequence[ast.stmt]
-) -> tuple[list[ast.stmt], set[str], Sequence[ast.stmt]]:
-    """The innermost list of statements that has all of the loop, what is assigned before it, and what follows it."""
+    body: list[ast.stmt], known: set[str], needed: set[str]
+) -> tuple[list[ast.stmt], set[str], set[str]]:
+    """The innermost list of statements that has all of the loop, what is assigned before it and needed after it."""
     masks = masks_in(body)
     asking = [i for i, statement in enumerate(body) if asks_the_data(statement, masks)]
     if len(asking) == 1 and isinstance(body[asking[0]], ast.If | ast.With):
         inner = body[asking[0]]
-        before, after = names_assigned_for_sure(body[: asking[0]]), [*body[asking[0] + 1 :], *rest]
+        before, after = names_assigned_for_sure(body[: asking[0]]), names_needed(body[asking[0] + 1 :])
         lists = [part for part in (inner.body, getattr(inner, "orelse", [])) if part]  # type: ignore[attr-defined]
         holding = [part for part in lists if any(asks_the_data(one, masks) for one in part)]
         if len(holding) == 1:
-            return _block_with_data(holding[0], known | before, after)
-    return body, known, rest
+            return _block_with_data(holding[0], known | before, needed | after)
+    return body, known, needed
 
 
 def _extent(block: Sequence[ast.stmt]) -> tuple[int, int] | None:
@@ -271,11 +275,32 @@ def _extent(block: Sequence[ast.stmt]) -> tuple[int, int] | None:
     first, last = asking[0], asking[-1]
     counted = names_written(block[first : last + 1])
     for i in range(last + 1, len(block)):
-        if has_loop(block[i]) and counted & names_read([block[i]]):
+        depends = counted & names_needed([block[i]])
+        if has_loop(block[i]) and depends:
             last = i
             counted |= names_written([block[i]])
+        elif not depends:
+            counted -= names_assigned_for_sure([block[i]])
     looping = any(has_loop(statement) for statement in block[first : last + 1])
     return (first, last) if looping else None
+
+
+def _ends(block: Sequence[ast.stmt], last: int) -> list[int]:
+    """Where a slice may end: after its loop, after an assignment that follows it, as a cast, or with the function."""
+    ends = [last + 1]
+    if last + 1 < len(block) and isinstance(block[last + 1], ast.Assign):
+        ends.append(last + 2)
+    if last + 1 < len(block) and isinstance(block[-1], ast.Return):
+        ends.append(len(block))
+    return ends
+
+
+def _unless_known(name: str, statement: ast.stmt) -> list[ast.stmt]:
+    """A statement that is left out where an answer stands for it."""
+    guarded = _parse(f"if {name} is None:\n    pass", statement)
+    assert isinstance(guarded[0], ast.If)
+    guarded[0].body = [statement]
+    return guarded
 
 
 def _parse(text: str, place: ast.AST) -> list[ast.stmt]:

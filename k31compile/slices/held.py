@@ -20,6 +20,7 @@ from k31compile.graph.sizes import hint
 from k31compile.leaves.bytecode import Unfit, all_codes
 from k31compile.leaves.globals import is_constant, is_trusted
 
+_ADVICE = "; put a number that the loop reads of it into an attribute of the module: self.n = .. in __init__"
 _NO_INDEX = -(1 << 20)
 Place = tuple[str | int, ...]
 """The name of an argument, then attributes by name and members of lists by number."""
@@ -51,6 +52,7 @@ class Held:
         functions: the methods that the code may call, `static` those of them that are static.
         aliases: further places of tensors, with their first.
         lists: the lists that modules hold.
+        repeated: further places of modules, with their first.
         inherited: by class the names that are read of it, and not of the instance.
 
     """
@@ -63,6 +65,7 @@ class Held:
     static: set[Any] = field(default_factory=set)
     aliases: dict[Place, Place] = field(default_factory=dict)
     lists: list[Place] = field(default_factory=list)
+    repeated: dict[Place, Place] = field(default_factory=dict)
     inherited: dict[type, set[str]] = field(default_factory=dict)
 
     @staticmethod
@@ -122,6 +125,8 @@ class _Walk:
             known = self.seen.setdefault(id(value), place)
             if isinstance(value, nn.Module):
                 self.held.modules.setdefault(known, value)
+                if known != place:
+                    self.held.repeated[place] = known
             elif known == place:
                 self.held.tensors[place] = value
             else:
@@ -134,7 +139,9 @@ class _Walk:
         elif isinstance(value, torch.SymInt) or is_constant(value) or _is_library_function(value):
             self.held.constants[place] = value
         elif len(place) == 1 or type(value) is dict or callable(value) or not hasattr(value, "__dict__"):
-            raise Unfit(f"{text_of(place)} is a {type(value).__name__}, neither tensor, module, list nor constant")
+            advice = _ADVICE if len(place) > 1 and isinstance(value, Mapping) else ""
+            kind = type(value).__name__
+            raise Unfit(f"{text_of(place)} is a {kind}, neither tensor, module, list nor constant{advice}")
         else:
             self._add_attributes(place, value)
 
@@ -143,7 +150,7 @@ class _Walk:
         for name in sorted((self.names | _OVERLOADS) - vars(value).keys()):
             owner = next((one for one in type(value).__mro__[:-1] if name in vars(one)), None)
             if owner is not None and not is_constant(vars(owner)[name]):
-                raise Unfit(f"{text_of(place)} is a {type(value).__name__}, whose {name} may do anything")
+                raise Unfit(f"{text_of(place)} is a {type(value).__name__}, whose {name} may do anything{_ADVICE}")
             if owner is not None:
                 self.held.constants[(*place, name)] = vars(owner)[name]
         for name in sorted(self.names & vars(value).keys()):

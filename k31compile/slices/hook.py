@@ -31,7 +31,7 @@ from k31compile.slices.reach import Reach, are_distinct, value_of
 AnswerWhole = Callable[[Slice, Any, Mapping[str, Any]], Any]
 
 _confirmed: dict[str, Form] = {}
-_denied: dict[str, str] = {}
+_denied: dict[str, Denied] = {}
 
 
 @dataclass
@@ -112,10 +112,18 @@ def _answer(cuts: Cuts, one: Slice, tx: Any, arguments: Mapping[str, Any]) -> An
     except NoExperts:
         return ConstantVariable.create(None)
     except (Unfit, Denied) as refusal:
-        # The first that was run and contradicted says most: those after it hold more of what is around the loop.
-        if not isinstance(cuts.refusals.get(one.where), Denied):
+        known = cuts.refusals.get(one.where)
+        if not isinstance(known, Denied) or _depth(refusal) > known.trials:
             cuts.refusals[one.where] = refusal
         return ConstantVariable.create(None)
+
+
+def _depth(refusal: Unfit | Denied) -> int:
+    """How much was found to agree before a refusal: of the slices around one loop the one that came furthest says most.
+
+    Of equals the first does: those after it hold more of what is around the loop.
+    """
+    return refusal.trials if isinstance(refusal, Denied) else -2
 
 
 def _seen(one: Slice, arguments: Mapping[str, Any]) -> SliceCall:
@@ -135,12 +143,12 @@ def _seen(one: Slice, arguments: Mapping[str, Any]) -> SliceCall:
 def _form_of(call: SliceCall) -> Form:
     key = call.key()
     if key in _denied:
-        raise Denied(_denied[key])
+        raise Denied(str(_denied[key]), _denied[key].trials)
     if key not in _confirmed:
         try:
             _confirmed[key] = confirm_slice(call)
         except Denied as denial:
-            _denied[key] = str(denial)
+            _denied[key] = denial
             raise
     return _confirmed[key]
 

@@ -67,6 +67,11 @@ def roles_of(call: SliceCall) -> Iterator[Roles]:
                     )
 
 
+def has_rows(call: SliceCall) -> bool:
+    """Whether tokens, their experts and weights are among the tensors."""
+    return next(_rows_of(call), None) is not None
+
+
 def _flat_nodes(
     call: SliceCall, tokens: Sequence[Place], sources: Sequence[tuple[Place, ...]]
 ) -> Mapping[Place, fx.Node]:

@@ -10,6 +10,7 @@ _ASKING = frozenset(
     ["any", "argwhere", "bincount", "item", "nonzero", "numpy", "tolist", "unique", "unique_consecutive"]
 )
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.GeneratorExp)
+_DEFERRED = (ast.Lambda, ast.FunctionDef, ast.GeneratorExp)
 _FORBIDDEN = (
     *(ast.Yield, ast.YieldFrom, ast.Await, ast.Nonlocal, ast.Global, ast.Delete, ast.Import, ast.ImportFrom),
     *(ast.Try, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.NamedExpr, ast.Match),
@@ -19,6 +20,38 @@ _FORBIDDEN = (
 def names_read(nodes: Iterable[ast.AST]) -> set[str]:
     """Names that are read anywhere in some statements."""
     return {name.id for name in _names(nodes) if isinstance(name.ctx, ast.Load)} | _augmented(nodes)
+
+
+def names_needed(nodes: Iterable[ast.stmt]) -> set[str]:
+    """Names whose value from before some statements may matter to them: read, or deleted, before they are assigned."""
+    needed: set[str] = set()
+    assigned: set[str] = set()
+    for node in nodes:
+        needed |= _needed_by(node) - assigned
+        # A context manager may swallow an error that came before an assignment.
+        if not any(isinstance(part, ast.With) for part in ast.walk(node)):
+            assigned |= names_assigned_for_sure([node])
+    return needed
+
+
+def names_captured(node: ast.AST, line: int) -> set[str]:
+    """Names that functions and generators made before a line read when they are run, which may be after it."""
+    found: set[str] = set()
+    for part in ast.walk(node):
+        if part is not node and isinstance(part, _DEFERRED) and part.lineno < line:
+            own = {inner.arg for inner in ast.walk(part) if isinstance(inner, ast.arg)}
+            found |= names_read([part]) - (names_written([part]) if isinstance(part, ast.GeneratorExp) else own)
+    return found
+
+
+def _needed_by(node: ast.stmt) -> set[str]:
+    if isinstance(node, ast.If):
+        return names_read([node.test]) | names_needed(node.body) | names_needed(node.orelse)
+    if isinstance(node, ast.For):
+        inside = names_needed(node.body) - names_written([node.target])
+        return names_read([node.iter, node.target]) | inside | names_needed(node.orelse)
+    deleted = {name.id for name in _names([node]) if isinstance(name.ctx, ast.Del)}
+    return names_read([node]) | deleted
 
 
 def names_written(nodes: Iterable[ast.AST]) -> set[str]:
