@@ -33,6 +33,7 @@ def compile(
         raise UsageError("--offline needs --target", hint="targets: ascend-a3, ascend-950")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", hint="give -o a folder")
+    from k31compile.offline import compile_offline
     from k31compile.targets.ascend.profiles import profile_of
 
     profile_of(product)
@@ -41,8 +42,6 @@ def compile(
     with console.progress("compile", len(entries)) as advance:
         for entry in entries:
             advance(entry.name)
-            from k31compile.offline import compile_offline
-
             graph = compile_offline(entry, product, streams)
             made.append((graph, graph.write(folder / entry.name.replace(":", "-"))))
     data = {"target": target_name, "entries": {graph.name: graph.to_dict() for graph, _ in made}}
