@@ -126,6 +126,20 @@ def kda_recurrent_before(q, k, w, c, i, query, key, value, gate, beta, state, *_
     return delta_steps(query, key, value, gate.exp().unsqueeze(-1), beta, state)
 
 
+class ByToken:
+    """Decays that are made of a token's gate where the token is taken."""
+
+    def __init__(self, gate):
+        self.gate = gate
+
+    def __getitem__(self, token):
+        return self.gate[token].exp().unsqueeze(-1)
+
+
+def token_gates_before(q, k, w, c, i, query, key, value, gate, beta, state, *_):
+    return delta_steps(query, key, value, ByToken(gate), beta, state)
+
+
 def kda_recurrent_expected(q, k, w, c, i, query, key, value, gate, beta, state, *_):
     return torch.ops.k31.kda_recurrent(query, key, value, gate, beta, state, scale=1.0, state_layout="KV")[0]
 
@@ -317,6 +331,7 @@ PROGRAMS = {
     "fuse_grouped_experts": (experts_before, experts_expected),
     "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),
     "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
+    "gather_token_gates": (token_gates_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
     "fuse_mega_kda": (mega_kda_before, mega_kda_expected),
     "fuse_moe_gating_top_k": (gating_before, gating_expected),
