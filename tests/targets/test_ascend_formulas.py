@@ -6,6 +6,7 @@ import torch
 import k31compile.targets.ascend.lowerings  # noqa: F401  (registers them)
 from k31compile.kernels.registry import OPERATORS
 from k31compile.targets.ascend.decompositions import OURS
+from k31compile.targets.ascend.lower import unravel
 from k31compile.targets.ascend.lowerings.registry import FORMULA, LOWERINGS, choose
 from k31compile.targets.ascend.profiles import PROFILES
 
@@ -197,6 +198,13 @@ def test_decompositions(operator, arguments):
 
 def test_every_decomposition_is_tried_here():
     assert {str(operator) for operator in OURS} == {"aten.softplus.default", "aten.amax.default", "aten.exp2.default"}
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
+def test_coordinates_of_flat_positions(shape):
+    whole = torch.arange(-torch.Size(shape).numel(), torch.Size(shape).numel())
+    cells = torch.arange(torch.Size(shape).numel()).view(shape)
+    assert torch.equal(cells[tuple(unravel(whole, shape).unbind(1))], cells.flatten()[whole])
 
 
 HALF = {"dtype": torch.bfloat16, "device": "meta"}

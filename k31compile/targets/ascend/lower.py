@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,14 +104,15 @@ class _Lowering(fx.Interpreter):
         joined = base.dim() - written.dim() + 1
         if joined < 1 or base.shape[joined:] != written.shape[1:]:
             return None
-        places = _unravel(indices[0].reshape(-1), base.shape[:joined])
+        places = unravel(indices[0].reshape(-1), base.shape[:joined])
         rows = values.expand(*indices[0].shape, *written.shape[1:]).reshape(places.shape[0], *base.shape[joined:])
         updated = torch.ops.npu.npu_scatter_nd_update_(base, places, rows.to(base.dtype))
         return updated.view(written.shape)
 
 
-def _unravel(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """[N, len(shape)]: the coordinates of flat positions."""
+def unravel(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """[N, len(shape)]: the coordinates of flat positions; one below 0 counts from the end, as an index does."""
+    flat = torch.remainder(flat, math.prod(shape))
     columns = []
     for size in reversed(shape[1:]):
         columns.append(torch.remainder(flat, size))
