@@ -81,7 +81,7 @@ def grouped_experts_reference(
             for block in torch.nonzero(expert_idx == expert).split(step):
                 tokens, slots = block.unbind(1)
                 rows = x[tokens].to(dtype)
-                out = _activate(rows @ gate.T, rows @ up.T, activation) @ down.T
+                out = activate(rows @ gate.T, rows @ up.T, activation) @ down.T
                 result.index_add_(0, tokens, out * weights[tokens, slots, None].to(dtype))
     return result
 
@@ -90,7 +90,8 @@ def _matrix(matrices: Sequence[torch.Tensor], expert: int) -> torch.Tensor:
     return matrices[0][expert] if matrices[0].dim() == 3 else matrices[expert]
 
 
-def _activate(gate: torch.Tensor, up: torch.Tensor, options: ExpertActivation) -> torch.Tensor:
+def activate(gate: torch.Tensor, up: torch.Tensor, options: ExpertActivation) -> torch.Tensor:
+    """SwiGLU, or SiTU: both factors bent by a tanh."""
     if options.activation == SWIGLU:
         return gate * torch.sigmoid(gate) * up
     if options.linear_beta is not None:

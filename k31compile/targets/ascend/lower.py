@@ -124,6 +124,6 @@ def _move_constants(graph: fx.Graph) -> None:
     """What the graph makes out of nothing is made on the device: the trace ran with tensors of another one."""
     for node in graph.nodes:
         if isinstance(node.kwargs.get("device"), torch.device):
-            node.kwargs = {**node.kwargs, "device": torch.device("npu")}
             # make_fx says pin_memory=False, which torchair's converters have no word for
-            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}
+            kept = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}
+            node.kwargs = {**kept, "device": torch.device("npu")}

@@ -7,8 +7,9 @@ from torch import fx
 
 from k31compile.graph.sizes import is_tensor
 from k31compile.passes.schedule.schedule import Schedule
+from k31compile.targets.ascend.offline.convert import STREAM
 
-_KEYS = ["_user_stream_label", "_user_stream_priority"]
+_KEYS = [STREAM, "_user_stream_priority"]
 
 
 def stream_name(stream: int) -> str:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from k31compile.kernels.checks import accumulation_dtype
-from k31compile.kernels.expert_checks import SIGMOID, SWIGLU, Gating
+from k31compile.kernels.expert_checks import SIGMOID, ExpertActivation, Gating
+from k31compile.kernels.grouped_experts import activate
 from k31compile.targets.ascend.constraints import moe_gating_top_k_objections
 from k31compile.targets.ascend.lowerings.registry import FORMULA, TORCH_NPU, lowers
 from k31compile.targets.ascend.profiles import Profile
@@ -74,14 +75,9 @@ def experts_by_grouped_matmul(
     down_proj: Sequence[Tensor],
     **options: Any,
 ) -> Tensor:
-    """Pairs of token and expert sorted by expert, two grouped matmuls on them, and each token's weighted sum.
-
-    A pair that names no expert is computed with the last one and weighs nothing.
-    """
+    """Pairs of token and expert sorted by expert, grouped matmuls on them, and each token's weighted sum."""
     count, (tokens, choices) = gate_proj[0].shape[0], expert_idx.shape
-    flat = expert_idx.reshape(-1).to(torch.int32)
-    named = (flat >= 0) & (flat < count)
-    owner = torch.where(named, flat, torch.full_like(flat, count - 1))
+    owner, weight = _pairs(expert_idx, weights, count, torch.float32)
     ordered, order = owner.sort()
     experts = torch.arange(count, device=x.device, dtype=torch.int32)
     groups = (ordered[None] == experts[:, None]).to(torch.int64).sum(1)
@@ -94,9 +90,8 @@ def experts_by_grouped_matmul(
         return made
 
     gate, up = product(rows, gate_proj[0]).float(), product(rows, up_proj[0]).float()
-    inner = activate(gate, up, **options).to(x.dtype)
+    inner = activate(gate, up, ExpertActivation(**options)).to(x.dtype)
     made = product(inner, down_proj[0]).float()
-    weight = torch.where(named, weights.reshape(-1).float(), torch.zeros_like(weights.reshape(-1).float()))
     back = order.sort().indices
     return (made.index_select(0, back) * weight[:, None]).view(tokens, choices, -1).sum(1)
 
@@ -116,26 +111,19 @@ def experts_by_formula(
     gate_stack, up_stack, down_stack = (
         stack[0] if stack[0].dim() == 3 else torch.stack(list(stack)) for stack in (gate_proj, up_proj, down_proj)
     )
-    count = gate_stack.shape[0]
-    flat = expert_idx.reshape(-1).to(torch.int64)
-    named = (flat >= 0) & (flat < count)
-    owner = torch.where(named, flat, torch.zeros_like(flat))
+    owner, weight = _pairs(expert_idx, weights, gate_stack.shape[0], dtype)
     rows = x.to(dtype).repeat_interleave(expert_idx.shape[1], dim=0)
 
     def product(rows: Tensor, stack: Tensor) -> Tensor:
         return torch.bmm(stack.index_select(0, owner).to(dtype), rows[..., None]).squeeze(-1)
 
-    inner = activate(product(rows, gate_stack), product(rows, up_stack), **options)
-    weight = torch.where(named, weights.reshape(-1).to(dtype), torch.zeros_like(weights.reshape(-1).to(dtype)))
+    inner = activate(product(rows, gate_stack), product(rows, up_stack), ExpertActivation(**options))
     return (product(inner, down_stack) * weight[:, None]).view(*expert_idx.shape, -1).sum(1)
 
 
-def activate(
-    gate: Tensor, up: Tensor, *, activation: str = "situ", situ_beta: float = 4.0, linear_beta: float | None = 25.0
-) -> Tensor:
-    """SwiGLU, or SiTU: both factors bent by a tanh."""
-    if activation == SWIGLU:
-        return gate * torch.sigmoid(gate) * up
-    if linear_beta is not None:
-        up = torch.tanh(up / linear_beta) * linear_beta
-    return torch.tanh(gate / situ_beta) * situ_beta * torch.sigmoid(gate) * up
+def _pairs(expert_idx: Tensor, weights: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Expert and weight of each pair of token and choice; where none is named, the last one with no weight."""
+    flat, weight = expert_idx.reshape(-1).to(torch.int32), weights.reshape(-1).to(dtype)
+    named = (flat >= 0) & (flat < count)
+    owner = torch.where(named, flat, torch.full_like(flat, count - 1))
+    return owner, torch.where(named, weight, torch.zeros_like(weight))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-STREAM, PRIORITY = "_user_stream_label", "_user_stream_priority"
+STREAM = "_user_stream_label"
 SUPER_KERNEL = "_super_kernel_scope"
 _NOT_OPERATORS = ("Data", "Const", "NetOutput", "RefData")
 
@@ -32,11 +32,9 @@ class GeNode:
 
 @dataclass(frozen=True)
 class GeGraph:
-    """What torchair made: its protobuf, which outputs are inputs written in place, and the FX graph behind it."""
+    """What torchair made, as a protobuf."""
 
     definition: Any
-    written_in_place: dict[int, int]
-    fx_graph: fx.Graph
 
     def operators(self) -> list[GeNode]:
         """All nodes that compute."""
@@ -77,7 +75,7 @@ def convert(module: fx.GraphModule, example_inputs: Sequence[Any]) -> GeGraph:
         # One for each operator whose symbolic shape it would ask of CANN; the graph has none.
         warnings.filterwarnings("ignore", message="infer and generate sym shape failed")
         made = compiler._gen_compiled_gm(module, inputs, GraphTransformObserver(module, inputs, config))
-    return GeGraph(made.graph, dict(made._graph_output_ref_input), getattr(made, "fx_graph", module).graph)
+    return GeGraph(made.graph)
 
 
 def _on_npu(example_inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
@@ -104,12 +102,3 @@ def _read(node: Any) -> GeNode:
 
 def _attribute(node: Any, name: str) -> str:
     return node.attr[name].s.decode() if name in node.attr else ""
-
-
-def attributes(node: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of a protobuf node or tensor description that hold one value each."""
-    for name, value in node.attr.items():
-        kind = value.WhichOneof("value")
-        if kind and kind != "list":
-            found = getattr(value, kind)
-            yield name, found.decode() if isinstance(found, bytes) else found
