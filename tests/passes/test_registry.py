@@ -19,7 +19,7 @@ NO_PASSES = {
     "fusion": set(),
     "layout": {"fractal_nz", "nz_weights"},
     "schedule": {"cost_model", "improve", "placing", "play_schedule", "priorities", "schedule", "schedule_tasks"}
-    | {"tasks", "verify_schedule"},
+    | {"merged_times", "super_kernels", "tasks", "verify_schedule", "verify_super_kernels"},
 }
 FILES = sorted(
     path
