@@ -18,8 +18,18 @@ FOLDER = Path(k31compile.passes.__file__).parent
 NO_PASSES = {
     "fusion": set(),
     "layout": {"fractal_nz", "nz_weights"},
-    "schedule": {"cost_model", "improve", "placing", "play_schedule", "priorities", "schedule", "schedule_tasks"}
-    | {"tasks", "verify_schedule"},
+    "schedule": {
+        "calm",
+        "cost_model",
+        "graph_tasks",
+        "improve",
+        "placing",
+        "play_schedule",
+        "priorities",
+        "schedule",
+        "schedule_tasks",
+    }
+    | {"segments", "tasks", "verify_schedule", "work"},
 }
 FILES = sorted(
     path

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.sizes import is_tensor
+from k31compile.passes.schedule.graph_tasks import is_part_of_its_source
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.targets.ascend.offline.convert import STREAM
 
@@ -25,15 +26,15 @@ def write_streams(module: fx.GraphModule, schedule: Schedule) -> None:
     """
     graph = module.graph
     nodes = {node.name: node for node in graph.nodes}
-    issued = [nodes[name] for name in schedule.issue_order() if name in nodes]
     output = graph.output_node()
-    for node in issued:
-        output.prepend(node)
-    stream_of = schedule.stream_of
+    stream_of: dict[fx.Node, int] = {}
+    for name in schedule.issue_order():
+        if name in nodes:
+            _issue(nodes[name], schedule.stream_of[name], stream_of, output)
+    _issue_views(output, 0, stream_of, output)
     held_back = _held_back(nodes, schedule)
     running = 0
-    for node in issued:
-        stream = stream_of[node.name]
+    for node, stream in stream_of.items():
         if stream != running:
             _switch(graph, node, running, stream)
             running = stream
@@ -45,6 +46,19 @@ def write_streams(module: fx.GraphModule, schedule: Schedule) -> None:
             graph.call_function(torch.ops.air.scope_exit.default, ())
     graph.lint()
     module.recompile()
+
+
+def _issue(node: fx.Node, stream: int, stream_of: dict[fx.Node, int], output: fx.Node) -> None:
+    _issue_views(node, stream, stream_of, output)
+    stream_of[node] = stream
+    output.prepend(node)
+
+
+def _issue_views(node: fx.Node, stream: int, stream_of: dict[fx.Node, int], output: fx.Node) -> None:
+    """Views are no tasks: each goes in front of its first reader, so that it is taken after what was written before."""
+    for source in node.all_input_nodes:
+        if source.op == "call_function" and source not in stream_of:
+            _issue(source, stream, stream_of, output)
 
 
 def _switch(graph: fx.Graph, before: fx.Node, running: int, stream: int) -> None:
@@ -60,10 +74,20 @@ def _held_back(nodes: dict[str, fx.Node], schedule: Schedule) -> dict[fx.Node, l
     """Tasks that wait for another whose value they do not take: the cube left to somebody else, a cache's reader."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for after, before in schedule.events:
-        if after in nodes and before in nodes and nodes[after] not in nodes[before].all_input_nodes:
+        if after in nodes and before in nodes and nodes[after] not in _read_by(nodes[before]):
             ended = _tensor_of(nodes[after])
             if ended is not None:
                 found.setdefault(nodes[before], []).append(ended)
+    return found
+
+
+def _read_by(node: fx.Node) -> set[fx.Node]:
+    """What a node reads, and what its views are taken of."""
+    found: set[fx.Node] = set()
+    for source in node.all_input_nodes:
+        found.add(source)
+        if is_part_of_its_source(source):
+            found |= _read_by(source)
     return found
 
 
