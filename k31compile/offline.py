@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from k31compile.backend import captured_graph
 from k31compile.passes.layout.nz_weights import NzDecision, decide_nz_weights
 from k31compile.passes.schedule.cost_model import load_costs
+from k31compile.passes.schedule.graph_tasks import tasks_of
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.tasks import TaskGraph
@@ -26,7 +27,6 @@ from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.profiles import Profile, profile_of
 from k31compile.targets.ascend.streams import write_streams
 from k31compile.targets.ascend.super_kernels import Merging, merge_launches
-from k31compile.targets.ascend.tasks import tasks_of
 
 if TYPE_CHECKING:
     from k31compile.entry import Entry

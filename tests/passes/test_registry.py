@@ -18,8 +18,24 @@ FOLDER = Path(k31compile.passes.__file__).parent
 NO_PASSES = {
     "fusion": set(),
     "layout": {"fractal_nz", "nz_weights"},
-    "schedule": {"cost_model", "improve", "placing", "play_schedule", "priorities", "schedule", "schedule_tasks"}
-    | {"merged_times", "super_kernels", "tasks", "verify_schedule", "verify_super_kernels"},
+    "schedule": {
+        "calm",
+        "cost_model",
+        "graph_tasks",
+        "improve",
+        "merged_times",
+        "placing",
+        "play_schedule",
+        "priorities",
+        "schedule",
+        "schedule_tasks",
+        "segments",
+        "super_kernels",
+        "tasks",
+        "verify_schedule",
+        "verify_super_kernels",
+        "work",
+    },
 }
 FILES = sorted(
     path

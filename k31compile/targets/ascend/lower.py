@@ -21,6 +21,7 @@ from k31compile.graph.views import is_view
 from k31compile.targets.ascend.decompositions import decomposition_table
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
 from k31compile.targets.ascend.profiles import Profile
+from k31compile.targets.ascend.share_equal import share_equal_calls
 from k31compile.targets.reinplace import reinplace_cache_writes
 
 
@@ -45,6 +46,7 @@ def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
         inputs = tuple(_like(value_of(node)) for node in module.graph.find_nodes(op="placeholder"))
         lowered = make_fx(lowering.run, decomposition_table=decomposition_table(), tracing_mode="real")(*inputs)
     _move_constants(lowered.graph)
+    share_equal_calls(lowered.graph)
     lowered.graph.eliminate_dead_code()
     lowered.recompile()
     return Lowered(lowered, inputs, tuple(lowering.decisions))

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.sizes import is_tensor
-from k31compile.graph.views import COPIES, is_view
+from k31compile.passes.schedule.graph_tasks import is_part_of_its_source
 from k31compile.passes.schedule.schedule import Schedule, SuperKernel
 from k31compile.targets.ascend.offline.convert import STREAM, SUPER_KERNEL, SUPER_KERNEL_OPTIONS
 
@@ -102,7 +102,7 @@ def _read_by(node: fx.Node) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for source in node.all_input_nodes:
         found.add(source)
-        if is_view(source) and source.target not in COPIES:
+        if is_part_of_its_source(source):
             found |= _read_by(source)
     return found
 
