@@ -97,7 +97,7 @@ def _best_of_one(problem: Problem, streams: int, search: int) -> Placement:
         tried = _best_on(problem, width, Budget(search))
         if tried.is_better(best):
             best = tried
-    return calm(best, streams)
+    return calm(best, streams, Budget(search))
 
 
 def _best_on(problem: Problem, streams: int, budget: Budget) -> Placement:
