@@ -73,6 +73,9 @@ class _Lowering(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(kwargs.get("device"), torch.device):
+            # The model's own device, such as meta; all of the trace is on one.
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "k31":
             return self._lower(target._opname, args, kwargs)
         if target is ATEN.index_put_.default:

@@ -52,6 +52,10 @@ def _issue(node: fx.Node, stream: int, stream_of: dict[fx.Node, int], output: fx
     _issue_views(node, stream, stream_of, output)
     stream_of[node] = stream
     output.prepend(node)
+    for user in list(node.users):
+        # What a wait can name of a result of several is one of its parts.
+        if not is_tensor(node) and is_part_of_its_source(user):
+            _issue(user, stream, stream_of, output)
 
 
 def _issue_views(node: fx.Node, stream: int, stream_of: dict[fx.Node, int], output: fx.Node) -> None:
