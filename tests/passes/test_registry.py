@@ -19,6 +19,7 @@ NO_PASSES = {
     "fusion": set(),
     "layout": {"fractal_nz", "nz_weights"},
     "schedule": {
+        "bounds",
         "calm",
         "cost_model",
         "graph_tasks",
