@@ -26,6 +26,7 @@ from k31compile.targets.ascend.offline.formats import mark_formats
 from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.profiles import Profile, profile_of
 from k31compile.targets.ascend.streams import write_streams
+from k31compile.targets.ascend.super_kernels import Merging, merge_launches
 
 if TYPE_CHECKING:
     from k31compile.entry import Entry
@@ -42,9 +43,14 @@ class OfflineGraph:
     profile: Profile
     lowered: Lowered
     ge: GeGraph
-    schedule: Schedule
+    merging: Merging
     nz: tuple[NzDecision, ...]
     versions: dict[str, str]
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs on which stream, and which tasks are launched as one."""
+        return self.merging.schedule
 
     def to_dict(self) -> dict[str, Any]:
         """The decisions, the counts and the predictions, as JSON has them."""
@@ -65,6 +71,10 @@ class OfflineGraph:
                 "critical_path": self.schedule.critical_path,
                 "predicted": self.schedule.predicted,
                 "events": len(self.schedule.events),
+                "super_kernels": {
+                    **self.merging.to_dict(),
+                    "operators": sum(bool(node.super_kernel) for node in self.ge.operators()),
+                },
             },
         }
 
@@ -82,8 +92,10 @@ class OfflineGraph:
         return [folder / name for name in texts]
 
 
-def compile_offline(entry: Entry, target: str, streams: int = 4) -> OfflineGraph:
+def compile_offline(entry: Entry, target: str, streams: int = 4, super_kernel: bool = True) -> OfflineGraph:
     """Compile one entry for an Ascend target, and stop before anything would be loaded onto a device.
+
+    At most `streams` streams are used; launches are merged where `super_kernel` says so and the product can.
 
     Raises:
         OptionError: target is no Ascend target.
@@ -103,7 +115,8 @@ def compile_offline(entry: Entry, target: str, streams: int = 4) -> OfflineGraph
     tasks = TaskGraph(tasks_of(lowered.module, costs))
     schedule = schedule_tasks(tasks, costs.event.value, streams)
     verify_schedule(tasks, schedule)
-    write_streams(lowered.module, schedule)
+    merging = merge_launches(lowered.module, tasks, schedule, costs, profile, super_kernel)
+    write_streams(lowered.module, merging.schedule)
     ge = convert(lowered.module, lowered.inputs)
     mark_formats(ge.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
-    return OfflineGraph(entry.name, arguments, profile, lowered, ge, schedule, tuple(nz), session.versions)
+    return OfflineGraph(entry.name, arguments, profile, lowered, ge, merging, tuple(nz), session.versions)

@@ -24,13 +24,19 @@ NO_PASSES = {
         "cost_model",
         "graph_tasks",
         "improve",
+        "merged_times",
         "placing",
         "play_schedule",
         "priorities",
         "schedule",
         "schedule_tasks",
-    }
-    | {"segments", "tasks", "verify_schedule", "work"},
+        "segments",
+        "super_kernels",
+        "tasks",
+        "verify_schedule",
+        "verify_super_kernels",
+        "work",
+    },
 }
 FILES = sorted(
     path
