@@ -98,7 +98,7 @@ def compile_offline(entry: Entry, target: str, streams: int = 4) -> OfflineGraph
     inputs = module.graph.find_nodes(op="placeholder")
     parameters = [position for position, node in enumerate(inputs) if node.meta.get("is_parameter", False)]
     lowered = lower(module, profile)
-    nz = decide_nz_weights(lowered.module.graph, parameters)
+    nz = decide_nz_weights(lowered.module.graph, parameters, target, arguments)
     costs = load_costs(target)
     tasks = TaskGraph(tasks_of(lowered.module, costs))
     schedule = schedule_tasks(tasks, costs.event.value, streams)
