@@ -51,15 +51,21 @@ def rule_of(entries: Sequence[Entry], product: str, names: Iterable[str]) -> Cho
 
 def decisions_of(entry: Entry, product: str) -> dict[str, NzDecision]:
     """The decision on each weight that a product of an entry's graph reads, by all names of the parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in _module(entry).named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = names_of(_module(entry))
     with entry.grad_mode():
         module, tensors = captured_graph(entry.model, entry.args, entry.kwargs, "cpu")
     inputs = module.graph.find_nodes(op="placeholder")
     parameters = [position for position, node in enumerate(inputs) if node.meta.get("is_parameter", False)]
     found = decide_nz_weights(module.graph, parameters, product, tensors)
     return {name: one for one in found for name in names.get(id(tensors[one.position]), ())}
+
+
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by its identity."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
 
 
 def _module(entry: Entry) -> nn.Module:

@@ -69,7 +69,7 @@ def readers_of(weight: fx.Node) -> Readers:
         for user in node.users:
             if user.op == "output":
                 continue
-            if user.target in _SAME or _swaps_last_two(user):
+            if user.target in _SAME or swaps_last_two(user):
                 todo.append((user, views))
             elif _keeps_matrices(user, node):
                 todo.append((user, [*views, user]))
@@ -81,7 +81,7 @@ def readers_of(weight: fx.Node) -> Readers:
     return found
 
 
-def _swaps_last_two(node: fx.Node) -> bool:
+def swaps_last_two(node: fx.Node) -> bool:
     """A transpose of the matrix, or of each matrix of a stack: products take it as a flag."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not is_tensor(source):
