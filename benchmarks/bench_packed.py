@@ -1,12 +1,11 @@
 """Linear layers with packed copies of their weights against plain ones, on the CPU: python benchmarks/bench_packed.py
 
-One thread by default (K31_BENCH_THREADS changes it); both sides alternate in one process. The ratio is that of the
-medians, plain / packed: above 1 packing is faster. The layers' weights together are larger than a cache.
+One thread, CPU time, both sides in turns in one process. The ratio is that of the medians, plain / packed: above 1
+packing is faster. The layers' weights together are larger than a cache. --one-row lets one row read a copy too.
 """
 
 import argparse
 import json
-import os
 import statistics
 import time
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from k31compile import last_report
+from k31compile.targets import packed_linear
 from k31compile.targets.packed_weights import PACKED, packed_dtype
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -39,9 +39,9 @@ def measure(functions, x, rounds):
         function(x)
     for _ in range(rounds):
         for name, function in functions.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             function(x)
-            spent[name].append(time.perf_counter() - begin)
+            spent[name].append(time.process_time() - begin)
     return spent
 
 
@@ -74,13 +74,16 @@ def main():
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 16])
+    parser.add_argument("--one-row", action="store_true", help="one row reads a copy, too")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    torch.set_num_threads(int(os.environ.get("K31_BENCH_THREADS", "1")))
+    torch.set_num_threads(1)
+    if given.one_row:
+        packed_linear._is_faster_plain = lambda x, weight: False
     with torch.no_grad():
         rows = [row(d, m, given.width, given.layers, given.rounds) for d in DTYPES for m in given.rows]
     if given.json:
-        print(json.dumps({"rows": rows, "threads": torch.get_num_threads()}, indent=2))
+        print(json.dumps({"rows": rows}, indent=2))
         return
     for each in rows:
         extra = each["packed_bytes"] / each["weight_bytes"]

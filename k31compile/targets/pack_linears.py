@@ -52,7 +52,7 @@ def _pack_graph(module: fx.GraphModule, report: Report) -> int:
         if not weight.meta.get("is_parameter", False):
             continue
         readers = readers_of(weight)
-        if not readers.products and not any("cast" in other.what for other in readers.others):
+        if not readers.products and not readers.behind:
             continue
         products = [found for node in readers.products if (found := _as_linear(node, weight)) is not None]
         reason, remedy = _objection(weight, len(products))
@@ -83,7 +83,7 @@ def _objection(weight: fx.Node, linears: int) -> tuple[str, str]:
             "",
         )
     if not linears:
-        return "only a view, a cast or a batch of it is multiplied, and copies are of whole matrices", ""
+        return "only a part, a cast, a copy or a batch of it is multiplied, and packed are whole matrices", ""
     if 1 in shape:
         return f"a side of {list(shape)} is 1: there is nothing to pack", ""
     return "", ""

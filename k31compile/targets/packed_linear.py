@@ -4,18 +4,23 @@ import torch
 from torch import Tensor
 
 from k31compile.kernels.library import LIBRARY
-from k31compile.targets.packed_weights import PACKED
+from k31compile.targets.packed_weights import PACKED, packed_dtype
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """x [..., K] times a weight [N, K], or [K, N] if `transposed`, plus bias: [..., N] in the dtype of x."""
-    matrix = PACKED.matrix(weight, transposed)
+    matrix = None if _is_faster_plain(x, weight) else PACKED.matrix(weight, transposed)
     if matrix is None:
         return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
     dtype = matrix.dtype
     added = None if bias is None else bias.to(dtype)
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), matrix, added, "none", [], "")
     return result.to(x.dtype)
+
+
+def _is_faster_plain(x: Tensor, weight: Tensor) -> bool:
+    """One row times a float32 copy took longer than one row times the weight itself, see docs/performance.md."""
+    return x.numel() == x.shape[-1] and packed_dtype(weight.dtype) == torch.float32
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

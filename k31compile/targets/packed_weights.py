@@ -5,6 +5,7 @@ counts makes a new one. Writes that torch does not count (`.data.copy_`, numpy) 
 80 elements that are looked at on each call.
 """
 
+import functools
 import threading
 from typing import Any, NamedTuple
 
@@ -93,6 +94,7 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(packed_dtype(weight.dtype)))  # type: ignore[no-any-return]
 
 
+@functools.cache
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a packed copy: the weight's own where oneDNN multiplies in it on this machine, else float32."""
     if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_what_is_not_packed_has_its_reason():
     assert "a batch of it" in rows["stack"]["reason"]
     assert "float64" in rows["number"]["reason"]
     assert "a cast" in rows["cast"]["reason"]
-    assert "part" not in rows or rows["part"]["layout"] == "nd"
+    assert rows["part"]["layout"] == "nd"
 
 
 def test_weights_made_in_inference_mode_have_no_counter_and_run_plain():
@@ -214,6 +215,35 @@ def test_layers_that_are_nested_regions_are_packed_too():
     call = k31compile.compile(model, layout="nz", codegen="ops")
     torch.testing.assert_close(called(call, x), called(model, x))
     assert PACKED.made == before + 6
+
+
+def test_one_row_reads_the_weight_itself_where_a_copy_would_be_slower():
+    model, x, before = nn.Linear(9, 7).eval(), torch.randn(1, 9), PACKED.made
+    assert torch.equal(called(compiled(model), x), called(model, x))
+    assert PACKED.made == before
+
+
+def test_the_child_that_builds_knows_the_operator(monkeypatch, tmp_path):
+    from k31compile.targets import tiered
+    from k31compile.targets.builder import Builder
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    builder = Builder()
+    monkeypatch.setattr(tiered, "BUILDER", builder)
+    try:
+        torch.manual_seed(0)
+        model, x = Odd().eval(), torch.randn(2, 3, 33)
+        call, end = compiled(model, "tiered"), time.monotonic() + 300
+        called(call, x)
+        while last_report().tier == "ops" and time.monotonic() < end:
+            time.sleep(0.1)
+            called(call, x)
+        assert last_report().tier == "inductor", last_report().notes
+        torch.testing.assert_close(called(call, x), called(model, x))
+        model.load_state_dict(Odd().state_dict())
+        torch.testing.assert_close(called(call, x), called(model, x))
+    finally:
+        builder.stop()
 
 
 def test_no_rows_and_vectors_are_fine():

@@ -55,8 +55,9 @@ class NzDecision:
 def decide_nz_weights(
     graph: fx.Graph, parameters: Iterable[int], product: str = "ascend-a3", tensors: Sequence[Any] = ()
 ) -> list[NzDecision]:
-    """A decision for each parameter that a product reads; `parameters` are positions among the graph's inputs.
+    """A decision for each parameter that a product reads, itself or a copy or part of it.
 
+    `parameters` are positions among the graph's inputs.
     `tensors` are what a caller gives for the inputs: where one tensor comes in twice, its readers are taken together,
     and both get the same decision.
     """
@@ -68,7 +69,7 @@ def decide_nz_weights(
         readers.setdefault(keys[position], Readers()).add(readers_of(inputs[position]))
     found = []
     for position, key in keys.items():
-        if readers[key].products:
+        if readers[key].products or readers[key].behind:
             node = inputs[position]
             reason, remedy = _objection(node, readers[key], product)
             dtype = str(value_of(node).dtype).removeprefix("torch.")
@@ -93,7 +94,7 @@ def _of_dtype(weight: fx.Node, product: str) -> tuple[str, str]:
     if dtype in allowed:
         return _NONE
     named = [str(one).removeprefix("torch.") for one in allowed]
-    remedy = "convert the model to bfloat16" if dtype == torch.float32 else ""
+    remedy = "in bfloat16 it would be, where its values may be rounded" if dtype == torch.float32 else ""
     reason = f"it is {str(dtype).removeprefix('torch.')}: blocks are for {', '.join(named[:-1])} and {named[-1]}"
     return reason, remedy
 

@@ -29,6 +29,7 @@ _WEIGHT_OF: dict[str, tuple[int, ...]] = {
 }
 """Operator -> positions of its arguments that are right matrices, or lists of them."""
 
+_JOINS = {ATEN.cat.default, ATEN.stack.default, ATEN.constant_pad_nd.default, ATEN.pad.default}
 _SAME = {ATEN.alias.default, ATEN.detach.default}
 _LEADING = {
     ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.default, ATEN.unsqueeze.default, ATEN.squeeze.dim,
@@ -47,17 +48,27 @@ class Other:
 
 @dataclass
 class Readers:
-    """Everybody who reads one weight, and the views of its leading dimensions on the way to products."""
+    """Everybody who reads one weight.
+
+    Attributes:
+        products: those that read it as their right matrix.
+        views: views of its leading dimensions on the way to them.
+        others: all other readers.
+        behind: products whose right matrix is a part, a copy or a cast of it, or whose left matrix it is.
+
+    """
 
     products: list[fx.Node] = field(default_factory=list)
     views: list[fx.Node] = field(default_factory=list)
     others: list[Other] = field(default_factory=list)
+    behind: list[fx.Node] = field(default_factory=list)
 
     def add(self, more: "Readers") -> None:
         """Take the readers of another name of the same weight."""
         self.products += more.products
         self.views += more.views
         self.others += more.others
+        self.behind += more.behind
 
 
 def readers_of(weight: fx.Node) -> Readers:
@@ -78,6 +89,30 @@ def readers_of(weight: fx.Node) -> Readers:
                 found.views += views
             else:
                 found.others.append(_described(user, node))
+                found.behind += [user] if _is_left_matrix(user, node) else _products_behind(user)
+    return found
+
+
+def _is_left_matrix(user: fx.Node, node: fx.Node) -> bool:
+    name = str(user.target)
+    multiplies = name == "aten.einsum.default" or (name.startswith("aten.") and name in _WEIGHT_OF)
+    return multiplies and len(shape_of(node)) > 1
+
+
+def _products_behind(node: fx.Node) -> list[fx.Node]:
+    """The products that read a value made of a weight by moving, copying or casting alone."""
+    found: list[fx.Node] = []
+    todo, seen = [node], {node}
+    while todo:
+        made = todo.pop()
+        if not (is_view(made) or made.target in CASTS | COPIES | _JOINS):
+            continue
+        for user in made.users:
+            if user.op == "call_function" and _reads_as_weight(user, made):
+                found.append(user)
+            elif user not in seen:
+                seen.add(user)
+                todo.append(user)
     return found
 
 
@@ -117,7 +152,7 @@ def _reads_as_weight(user: fx.Node, node: fx.Node) -> bool:
     if user.target is ATEN.einsum.default:
         return _is_right_matrix(user, node)
     places = _WEIGHT_OF.get(str(user.target), ())
-    return _uses(user, node) == sum(_holds(argument, node) for argument in _arguments_at(user, places))
+    return bool(places) and _uses(user, node) == sum(_holds(argument, node) for argument in _arguments_at(user, places))
 
 
 def _uses(user: fx.Node, node: fx.Node) -> int:
@@ -167,6 +202,8 @@ def _described(user: fx.Node, node: fx.Node) -> Other:
         return Other(user, f"a cast to {to}", "keep it in the dtype in which the product reads it")
     if user.target in COPIES:
         return Other(user, "a copy", "leave contiguous() and clone() out: the product takes it as it is")
+    if user.target in _JOINS:
+        return Other(user, f"a copy by {user.target}", "keep a parameter that is joined or padded already")
     if is_view(user):
         return Other(user, "a view or a slice", "give each part a parameter of its own")
     if str(user.target) in _WEIGHT_OF or user.target is ATEN.einsum.default:
