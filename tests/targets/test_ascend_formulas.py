@@ -223,7 +223,7 @@ def indexer_call(heads=64, width=128, page=128, dtype=torch.bfloat16, count=2048
     [
         ({"width": 64}, "takes index head dim 128, not 64"),
         ({"heads": 65}, "index heads 1 to 64, not 65"),
-        ({"heads": 12, "profile": "ascend-950"}, "index heads one of 8, 16, 24, 32, 64, not 12"),
+        ({"heads": 65, "profile": "ascend-950"}, "index heads one of 8, 16, 24, 32, 64, not 65"),
         ({"page": 24}, "block size a multiple of 16"),
         ({"count": 2049}, "sparse_count 1 to 2048, or 3072"),
         ({"dtype": torch.float32, "profile": "ascend-950"}, "weights dtype one of bfloat16, float16, not float32"),
@@ -235,7 +235,14 @@ def test_a_broken_constraint_is_named_and_the_formula_taken(change, reason):
     assert any(reason in told for told in decision.passed_over), decision.passed_over
 
 
-@pytest.mark.parametrize("change", [{}, {"dtype": torch.float32}, {"heads": 1}, {"count": 4096}])
+FLOAT = torch.float32
+ALLOWED = [
+    {}, {"dtype": FLOAT}, {"heads": 1}, {"count": 4096}, {"profile": "ascend-950"},
+    {"profile": "ascend-950", "heads": 12}, {"profile": "ascend-950", "heads": 21, "dtype": FLOAT},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ALLOWED)
 def test_what_the_documents_allow_is_torch_npus(change):
     assert indexer_call(**change).passed_over == ()
 

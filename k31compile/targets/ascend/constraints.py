@@ -16,6 +16,8 @@ from k31compile.targets.ascend.profiles import Profile
 
 _A3, _950 = "ascend-a3", "ascend-950"
 _HALF = (torch.bfloat16, torch.float16)
+WEIGHT_PARTS = 3
+"""A float32 has three times the significant bits of a bfloat16."""
 _SPARSE_COUNTS = (*range(1, 2049), *range(3072, 8193, 1024))
 
 
@@ -97,6 +99,23 @@ def violations(operator: str, profile: Profile, values: Mapping[str, Any]) -> li
     ]
 
 
+def takes_indexer_weights(profile: Profile, dtype: torch.dtype) -> bool:
+    """Whether the product's indexer takes weights of a dtype as they are."""
+    return not violations("npu_lightning_indexer", profile, {"weights dtype": dtype})
+
+
+def indexer_heads(profile: Profile, heads: int, dtype: torch.dtype) -> int | None:
+    """How many heads the product's indexer is called with for so many of the model; None where there are too many.
+
+    Heads of weight 0 add nothing, so a number that the product does not take is filled up. Where it takes no float32
+    weights, each head stands three times, for a float32 is the sum of three bfloat16.
+    """
+    parts = 1 if takes_indexer_weights(profile, dtype) or profile.may_round else WEIGHT_PARTS
+    least = heads * parts
+    return next((count for count in range(least, least + 65) if not violations(
+        "npu_lightning_indexer", profile, {"index heads": count})), None)  # fmt: skip
+
+
 def lightning_indexer_objections(
     profile: Profile,
     query: Tensor,
@@ -110,9 +129,13 @@ def lightning_indexer_objections(
     **_: Any,
 ) -> list[str]:
     """What npu_lightning_indexer does not take of a call of `lightning_indexer`."""
+    heads, dtype = query.shape[2], weights.dtype
+    used = indexer_heads(profile, heads, dtype)
+    if used is not None and not takes_indexer_weights(profile, dtype):
+        dtype = torch.bfloat16
     values = {
-        "query dtype": query.dtype, "key dtype": key.dtype, "weights dtype": weights.dtype,
-        "index head dim": query.shape[3], "index heads": query.shape[2], "key heads": key.shape[2],
+        "query dtype": query.dtype, "key dtype": key.dtype, "weights dtype": dtype,
+        "index head dim": query.shape[3], "index heads": used or heads, "key heads": key.shape[2],
         "sparse_count": sparse_count, "block size": key.shape[1], "key layout": layout_key, "tail": tail,
         "mask": None if mask is None else "a mask",
     }  # fmt: skip

@@ -19,6 +19,7 @@ from k31compile.graph.sizes import value_of
 from k31compile.graph.source import source_line
 from k31compile.graph.views import is_view
 from k31compile.targets.ascend.decompositions import decomposition_table
+from k31compile.targets.ascend.indexer_weights import narrow_indexer_weights
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
 from k31compile.targets.ascend.profiles import Profile
 from k31compile.targets.reinplace import reinplace_cache_writes
@@ -40,6 +41,7 @@ def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
         TargetError: a k31 operator has no lowering for its arguments.
     """
     reinplace_cache_writes(module)
+    narrow_indexer_weights(module, profile)
     lowering = _Lowering(module, profile)
     with FakeTensorMode(), torch.no_grad():
         inputs = tuple(_like(value_of(node)) for node in module.graph.find_nodes(op="placeholder"))

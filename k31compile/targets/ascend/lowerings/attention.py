@@ -8,9 +8,12 @@ from torch import Tensor
 from k31compile.kernels.checks import accumulation_dtype
 from k31compile.kernels.visibility import masked_out, visible_lengths
 from k31compile.targets.ascend.constraints import (
+    WEIGHT_PARTS,
+    indexer_heads,
     lightning_indexer_objections,
     sparse_flash_attention_objections,
     split_heads,
+    takes_indexer_weights,
 )
 from k31compile.targets.ascend.lowerings.registry import FORMULA, TORCH_NPU, lowers
 from k31compile.targets.ascend.profiles import Profile
@@ -18,7 +21,7 @@ from k31compile.targets.ascend.profiles import Profile
 
 @lowers("lightning_indexer", TORCH_NPU, lightning_indexer_objections)
 def index_by_torch_npu(
-    _profile: Profile,
+    profile: Profile,
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -32,6 +35,7 @@ def index_by_torch_npu(
 ) -> Tensor:
     """npu_lightning_indexer, every row a request of its own with the length that it sees."""
     batch, rows = query.shape[:2]
+    query, weights = _heads_of_the_product(profile, query, weights)
     lengths, tables = _rows_as_requests(
         query, key, block_table, actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode
     )
@@ -164,6 +168,34 @@ def attend_by_formula(
     weights = torch.where(open_slots, weights, torch.zeros_like(weights))
     read = torch.where(used[..., None, None], _rows_of(values, index).to(wide), 0)
     return torch.einsum("btnhk,btknd->btnhd", weights, read).flatten(2, 3).to(query.dtype)
+
+
+def _heads_of_the_product(profile: Profile, query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and weights with as many heads, and of a dtype, as the product's indexer takes."""
+    heads = indexer_heads(profile, query.shape[2], weights.dtype)
+    if not takes_indexer_weights(profile, weights.dtype):
+        parts = [weights.to(torch.bfloat16)] if profile.may_round else bfloat16_parts(weights)
+        weights = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+        query = torch.cat([query] * len(parts), dim=2) if len(parts) > 1 else query
+    assert heads is not None
+    missing = heads - query.shape[2]
+    if missing:
+        query = torch.cat((query, query.new_zeros((*query.shape[:2], missing, query.shape[3]))), dim=2)
+        weights = torch.cat((weights, weights.new_zeros((*weights.shape[:2], missing))), dim=2)
+    return query, weights
+
+
+def bfloat16_parts(x: Tensor) -> list[Tensor]:
+    """Three bfloat16 tensors whose sum is a float32 one: each is what the ones before it leave, rounded.
+
+    Exact down to the smallest numbers: what is below 2^-133 is rounded away.
+    """
+    parts: list[Tensor] = []
+    rest = x
+    for _ in range(WEIGHT_PARTS):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].to(x.dtype)
+    return parts
 
 
 def _rows_as_requests(
