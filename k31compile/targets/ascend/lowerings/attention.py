@@ -15,11 +15,12 @@ from k31compile.targets.ascend.constraints import (
     split_heads,
     takes_indexer_weights,
 )
-from k31compile.targets.ascend.lowerings.registry import FORMULA, TORCH_NPU, lowers
+from k31compile.targets.ascend.lowerings.registry import FORMULA, TORCH_NPU, known, lowers
 from k31compile.targets.ascend.profiles import Profile
+from k31compile.targets.ascend.providers import CANN_OPS_TRANSFORMER
 
 
-@lowers("lightning_indexer", TORCH_NPU, lightning_indexer_objections)
+@lowers("lightning_indexer", TORCH_NPU, lightning_indexer_objections, calls="npu_lightning_indexer")
 def index_by_torch_npu(
     profile: Profile,
     query: Tensor,
@@ -82,14 +83,25 @@ def index_by_formula(
     places = ranked.masked_fill(hidden.gather(-1, ranked), limit)
     if order == "position":
         places = places.sort(dim=-1).values
-    places = places.masked_fill(places == limit, -1).to(torch.int32)
+    rest = torch.full_like(places, -1) if tail == "minus_one" else _lowest_hidden(hidden, places.shape[-1])
+    places = torch.where(places == limit, rest, places).to(torch.int32)
     missing = sparse_count - places.shape[-1]
     if missing > 0:
         places = torch.cat((places, places.new_full((batch, rows, missing), -1)), dim=-1)
     return places[:, :, None]
 
 
-@lowers("sparse_flash_attention", TORCH_NPU, sparse_flash_attention_objections)
+def _lowest_hidden(hidden: Tensor, count: int) -> Tensor:
+    """[B, T, count]: behind as many slots as a row sees positions, those that it does not see, ascending."""
+    limit = hidden.shape[-1]
+    place, slot = torch.arange(limit, device=hidden.device), torch.arange(count, device=hidden.device)
+    seen = ~hidden
+    hidden_first = torch.remainder((place + seen.to(torch.int64) * limit).sort(dim=-1).values, limit)
+    behind = slot - seen.to(torch.int64).sum(-1, keepdim=True)
+    return hidden_first.gather(-1, behind.clamp(0, limit - 1))
+
+
+@lowers("sparse_flash_attention", TORCH_NPU, sparse_flash_attention_objections, calls="npu_sparse_flash_attention")
 def attend_by_torch_npu(
     profile: Profile,
     query: Tensor,
@@ -231,3 +243,9 @@ def _rows_of(cache: Tensor, index: Tensor) -> Tensor:
     flat = cache.flatten(2)
     named = index.view(batch, -1, 1).expand(batch, rows * count, flat.shape[2])
     return flat.gather(1, named).view(batch, rows, count, *cache.shape[2:])
+
+
+known(
+    "lightning_indexer", CANN_OPS_TRANSFORMER, "lightning_indexer",
+    "its limits were not found written anywhere, and torch_npu has the operator",
+)  # fmt: skip
