@@ -67,7 +67,7 @@ def _issue(node: fx.Node, wanted: tuple[Scope, ...], scopes: dict[fx.Node, tuple
     for user in list(node.users):
         # What a wait can name of a result of several is one of its parts.
         if not is_tensor(node) and is_part_of_its_source(user):
-            _issue(user, stream, stream_of, output)
+            _issue(user, wanted, scopes, output)
 
 
 def _issue_views(
