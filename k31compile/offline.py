@@ -7,9 +7,12 @@ the result is measured.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from k31compile.backend import captured_graph
 from k31compile.passes.layout.nz_weights import NzDecision, decide_nz_weights
@@ -27,6 +30,7 @@ from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.profiles import Profile, profile_of
 from k31compile.targets.ascend.streams import write_streams
 from k31compile.targets.ascend.super_kernels import Merging, merge_launches
+from k31compile.weights.by_graph import names_of
 
 if TYPE_CHECKING:
     from k31compile.entry import Entry
@@ -110,7 +114,7 @@ def compile_offline(entry: Entry, target: str, streams: int = 4, super_kernel: b
     inputs = module.graph.find_nodes(op="placeholder")
     parameters = [position for position, node in enumerate(inputs) if node.meta.get("is_parameter", False)]
     lowered = lower(module, profile)
-    nz = decide_nz_weights(lowered.module.graph, parameters)
+    nz = _named(decide_nz_weights(lowered.module.graph, parameters, target, arguments), entry.model, arguments)
     costs = load_costs(target)
     tasks = TaskGraph(tasks_of(lowered.module, costs))
     schedule = schedule_tasks(tasks, costs.event.value, streams)
@@ -119,4 +123,10 @@ def compile_offline(entry: Entry, target: str, streams: int = 4, super_kernel: b
     write_streams(lowered.module, merging.schedule)
     ge = convert(lowered.module, lowered.inputs)
     mark_formats(ge.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
-    return OfflineGraph(entry.name, arguments, profile, lowered, ge, merging, tuple(nz), session.versions)
+    return OfflineGraph(entry.name, arguments, profile, lowered, ge, merging, nz, session.versions)
+
+
+def _named(decisions: list[NzDecision], model: Any, tensors: Sequence[Any]) -> tuple[NzDecision, ...]:
+    """The decisions by the names that the model's state dict has, where its parameters are known."""
+    names = names_of(model) if isinstance(model, nn.Module) else {}
+    return tuple(replace(one, name=names.get(id(tensors[one.position]), [one.name])[0]) for one in decisions)

@@ -63,6 +63,13 @@ def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
         streams = ", ".join(f"{name} {count}" for name, count in sorted(data["streams"].items()))
         blocks = sum(decision["is_nz"] for decision in data["nz_weights"])
         out.print(f"GE operators by stream: {streams}; weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
+        kept: dict[tuple[str, str], list[str]] = {}
+        for decision in data["nz_weights"]:
+            if not decision["is_nz"]:
+                kept.setdefault((decision["reason"], decision["remedy"]), []).append(decision["name"])
+        for (reason, remedy), names in kept.items():
+            why = f"{reason}; {remedy}" if remedy else reason
+            out.print(f"  plain: {names[0]} and {len(names) - 1} more: {why}", markup=False, highlight=False)
         schedule = data["schedule"]
         serial, predicted, bound = (schedule[key] * 1e6 for key in ("serial", "predicted", "critical_path"))
         out.print(

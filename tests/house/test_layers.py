@@ -19,7 +19,7 @@ LAYERS = [
     {"cache"},
     {"loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves", "slices"},
-    {"backend", "contract", "entry", "explain", "check", "nested", "between_regions", "offline"},
+    {"backend", "contract", "entry", "explain", "check", "nested", "between_regions", "offline", "weights"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},
     {"__init__"},  # the public face may name everything

@@ -17,8 +17,9 @@ FOLDER = Path(k31compile.passes.__file__).parent
 # The scheduler knows tasks, not graphs of operators; weights in blocks are decided in a lowered graph.
 NO_PASSES = {
     "fusion": set(),
-    "layout": {"fractal_nz", "nz_weights"},
+    "layout": {"fractal_nz", "nz_weights", "weight_readers"},
     "schedule": {
+        "bounds",
         "calm",
         "cost_model",
         "graph_tasks",

@@ -137,7 +137,7 @@ def test_small_graphs_are_near_the_optimum(count, capsys):
         print(f"\n{count} small graphs: {mean:.3%} over the optimum, {missed} not optimal", end=", ")
         print(f"worst {over[worst]:.2%} (seed {worst})")
     assert mean <= 0.005
-    assert over[worst] <= 0.10
+    assert over[worst] <= 0.05
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from drawn_tasks import drawn_graph, graphs
 from hypothesis import given, settings
 
 from k31compile.passes.schedule.calm import calm
+from k31compile.passes.schedule.improve import Budget
 from k31compile.passes.schedule.placing import Problem, place
 from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.segments import cut_into_segments, part_of
@@ -90,6 +91,6 @@ def test_calming_never_makes_a_placement_worse():
         graph = drawn_graph(random.Random(seed), most=30, least=10)
         problem = Problem.of(graph, 1e-6, 1e-6)
         scattered = place(problem, range(len(graph.tasks)), 4, [task % 4 for task in range(len(graph.tasks))])
-        calmer = calm(scattered, 4)
+        calmer = calm(scattered, 4, Budget(100_000))
         assert calmer.cost <= scattered.cost + problem.tolerance
         assert len(calmer.events) < len(scattered.events) or not scattered.events

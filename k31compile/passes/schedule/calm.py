@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from k31compile.passes.schedule.improve import Budget
 from k31compile.passes.schedule.placing import Placement, place_within
 
 
-def calm(placement: Placement, streams: int) -> Placement:
-    """The placement after moves that each make it better, until none does.
+def calm(placement: Placement, streams: int, budget: Budget) -> Placement:
+    """The placement after moves that each make it better, until none does or the budget is used up.
 
     An event is a record on one stream and a wait on another, which every target does besides the work: where events
     have a price, an overlap that wins less is given up. Runs of tasks between two events move as a whole.
@@ -18,6 +19,9 @@ def calm(placement: Placement, streams: int) -> Placement:
         moved = False
         limit = placement.cost + placement.problem.tolerance
         for wanted in _moves(placement, streams):
+            if budget.placements < len(wanted):
+                return placement
+            budget.placements -= len(wanted)
             tried = place_within(placement.problem, placement.order, streams, limit, wanted)
             if tried is not None and tried.is_better(placement):
                 placement, moved = tried, True

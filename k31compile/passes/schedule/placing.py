@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from k31compile.passes.schedule.bounds import lower_bound
 from k31compile.passes.schedule.tasks import IN_ONE_ORDER, ONE_AT_A_TIME, TaskGraph
 
 
@@ -40,10 +41,8 @@ class Problem:
     @classmethod
     def of(cls, graph: TaskGraph, event: float, price: float = 0.0) -> Problem:
         """The problem of a graph."""
-        locks = {engine: number for number, engine in enumerate(ONE_AT_A_TIME)}
         seconds = tuple(task.seconds for task in graph.tasks)
-        lock = tuple(locks.get(task.engine, -1) for task in graph.tasks)
-        return cls.of_parts(seconds, graph.before, lock, event, price)
+        return cls.of_parts(seconds, graph.before, graph.locks, event, price)
 
     @classmethod
     def of_parts(
@@ -57,21 +56,16 @@ class Problem:
     ) -> Problem:
         """The problem of tasks that each wait for some before them."""
         after: list[list[int]] = [[] for _ in seconds]
-        ends = [0.0] * len(seconds)
-        busy = [0.0] * len(ONE_AT_A_TIME)
         for task, earlier in enumerate(before):
             for other in earlier:
                 after[other].append(task)
-            ends[task] = seconds[task] + max((ends[other] for other in earlier), default=0.0)
-            if lock[task] >= 0:
-                busy[lock[task]] += seconds[task]
         return cls(
             seconds=seconds,
             before=before,
             after=tuple(map(tuple, after)),
             lock=lock,
             event=event,
-            bound=max((*ends, *busy), default=0.0),
+            bound=lower_bound(seconds, before, lock),
             tolerance=1e-9 * (math.fsum(seconds) + event),
             pinned=pinned,
             price=price,

@@ -17,6 +17,9 @@ from k31compile.passes.schedule.tasks import TaskGraph
 # Tasks that the local search may place for each number of streams: a few tenths of a second.
 SEARCH = 40_000
 
+# Of the placements of one part so many of the best are improved.
+_STARTS = 5
+
 # Up to so many tasks are also scheduled as one part.
 _FEW = 60
 
@@ -94,7 +97,7 @@ def _best_of_one(problem: Problem, streams: int, search: int) -> Placement:
         tried = _best_on(problem, width, Budget(search))
         if tried.is_better(best):
             best = tried
-    return calm(best, streams)
+    return calm(best, streams, Budget(search))
 
 
 def _best_on(problem: Problem, streams: int, budget: Budget) -> Placement:
@@ -103,7 +106,7 @@ def _best_on(problem: Problem, streams: int, budget: Budget) -> Placement:
     found = [place(problem, order, streams) for order in tried]
     found.sort(key=lambda placement: (placement.cost, placement.streams))
     best = found[0]
-    for start in found:
+    for start in found[:_STARTS]:
         if start is not found[0] and best.is_at_the_bound:
             break
         improved = improve(problem, start, streams, budget)

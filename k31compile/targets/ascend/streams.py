@@ -64,6 +64,10 @@ def _issue(node: fx.Node, wanted: tuple[Scope, ...], scopes: dict[fx.Node, tuple
     _issue_views(node, wanted, scopes, output)
     scopes[node] = wanted
     output.prepend(node)
+    for user in list(node.users):
+        # What a wait can name of a result of several is one of its parts.
+        if not is_tensor(node) and is_part_of_its_source(user):
+            _issue(user, wanted, scopes, output)
 
 
 def _issue_views(
