@@ -94,7 +94,7 @@ def test_the_branches_of_the_indexer_run_beside_each_other(scheduled):
     keys = branch(graph, products["indexer.wk"], indexer)
     queries = {products["q_b_proj"], *branch(graph, products["indexer.wq_b"], indexer)}
     vectors = keys - {products["indexer.wk"]}
-    assert overlap(schedule, vectors, queries) >= 0.5 * sum(graph.tasks[graph.places[name]].seconds for name in vectors)
+    assert overlap(schedule, vectors, queries) >= 0.3 * sum(graph.tasks[graph.places[name]].seconds for name in vectors)
 
 
 def test_products_do_not_fight_for_the_cube(scheduled):
