@@ -31,8 +31,8 @@ from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.tasks import TaskGraph
 from k31compile.passes.schedule.verify_schedule import verify_schedule
-from k31compile.targets.cpu_streams.prepare import prepare_graph
-from k31compile.targets.cpu_streams.scheduled_module import ScheduledModule
+from k31compile.targets.streams.prepare import prepare_graph
+from k31compile.targets.streams.scheduled_module import ScheduledModule
 
 MEASURED_RUNS = 7
 

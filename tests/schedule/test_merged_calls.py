@@ -8,7 +8,7 @@ from drawn_modules import drawn_module, inputs, scheduled
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from k31compile.passes.schedule.schedule import Schedule, SuperKernel
-from k31compile.targets.cpu_streams.scheduled_module import ScheduledModule
+from k31compile.targets.streams.scheduled_module import ScheduledModule
 
 
 def every(draw):

@@ -15,8 +15,8 @@ from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.super_kernels import aggregate_super_kernels
 from k31compile.passes.schedule.tasks import TaskGraph
 from k31compile.passes.schedule.verify_schedule import verify_schedule
-from k31compile.targets.cpu_streams.prepare import prepare_graph
-from k31compile.targets.cpu_streams.scheduled_module import ScheduledModule
+from k31compile.targets.streams.prepare import prepare_graph
+from k31compile.targets.streams.scheduled_module import ScheduledModule
 
 COSTS = load_costs("ascend-a3")
 

@@ -14,7 +14,7 @@ from k31compile.errors import ScheduleError
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.tasks import Task, TaskGraph
 from k31compile.passes.schedule.verify_schedule import verify_schedule
-from k31compile.targets.cpu_streams.scheduled_module import ScheduledModule
+from k31compile.targets.streams.scheduled_module import ScheduledModule
 
 
 def same(one, other):
@@ -176,14 +176,14 @@ def test_a_result_is_dropped_when_nobody_is_left_to_read_it():
     made = []
     schedule = Schedule((("exp", "tanh", "neg", "add"),), (), (), {}, 0.0, 0.0, 0.0, 0.0)
     run = ScheduledModule(crossing(), schedule, watch=watch)
-    part = run._parts["exp"]
+    part = run._cut.parts["exp"]
 
     def keep_an_eye(*given):
         results = part.run(*given)
         made.extend(map(weakref.ref, results))
         return results
 
-    run._parts["exp"] = replace(part, run=keep_an_eye)
+    run._cut.parts["exp"] = replace(part, run=keep_an_eye)
     run(torch.zeros(64))
     assert seen["alive"] == [False]
 

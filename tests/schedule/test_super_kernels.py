@@ -1,6 +1,7 @@
 """Regions that are launched as one: which tasks they take, what they never take, and what is predicted of them."""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -197,3 +198,31 @@ def test_regions_that_wait_for_each_other_stop():
     stuck = Schedule((("a", "b"), ("c", "d")), (), (), {}, 0.0, 4.0, 1.0, 2.0, regions)
     with pytest.raises(ScheduleError, match="no stream can go on: a, c wait for each other"):
         play_schedule(graph, stuck, mix, {}, 0)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_tasks_in_seconds(capsys):
+    draw = random.Random(0)
+    tasks = []
+    for place in range(20_000):
+        inputs = {f"t{draw.randint(max(0, place - 20), place - 1)}" for _ in range(draw.randint(0, 3)) if place}
+        seconds = draw.choice([3.5e-6, 4e-6, 4e-6, 5e-6, 25e-6])
+        tasks.append(
+            Task(f"t{place}", seconds, draw.choice(["cube", "vector", "vector"]), inputs=tuple(sorted(inputs)))
+        )
+    graph = TaskGraph(tasks)
+    schedule = schedule_tasks(graph, COSTS.event.value, search=0)
+    start = time.perf_counter()
+    found = aggregate_super_kernels(graph, schedule, COSTS, anything)
+    aggregated = time.perf_counter()
+    verify_schedule(graph, found, anything)
+    verified = time.perf_counter()
+    said = predict_merged(graph, found, COSTS)
+    with capsys.disabled():
+        print(
+            f"\n20,000 tasks: {len(found.super_kernels)} regions in {aggregated - start:.1f} s, verified in "
+            f"{verified - aggregated:.1f} s; launches {said.launches_before} -> {said.launches_after}, predicted "
+            f"{said.seconds_after / said.seconds_before:.2f} of the time"
+        )
+    assert len(found.super_kernels) > 100
+    assert aggregated - start < 30

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
-from k31compile.targets.cpu_streams.parts import Part
+from k31compile.targets.streams.parts import Part
 
 
 def compile_part(part: Part) -> Part:
