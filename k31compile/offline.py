@@ -15,21 +15,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from k31compile.backend import captured_graph
-from k31compile.passes.layout.nz_weights import NzDecision, decide_nz_weights
-from k31compile.passes.schedule.cost_model import load_costs
-from k31compile.passes.schedule.graph_tasks import tasks_of
+from k31compile.passes.layout.nz_weights import NzDecision
 from k31compile.passes.schedule.schedule import Schedule
-from k31compile.passes.schedule.schedule_tasks import schedule_tasks
-from k31compile.passes.schedule.tasks import TaskGraph
-from k31compile.passes.schedule.verify_schedule import verify_schedule
 from k31compile.store import atomic_write
-from k31compile.targets.ascend.lower import Lowered, lower
+from k31compile.targets.ascend.lower import Lowered
 from k31compile.targets.ascend.offline.convert import GeGraph, convert
 from k31compile.targets.ascend.offline.formats import mark_formats
 from k31compile.targets.ascend.offline.session import open_session
+from k31compile.targets.ascend.prepare import prepare
 from k31compile.targets.ascend.profiles import Profile, profile_of
 from k31compile.targets.ascend.streams import write_streams
-from k31compile.targets.ascend.super_kernels import Merging, merge_launches
+from k31compile.targets.ascend.super_kernels import Merging
 from k31compile.weights.by_graph import names_of
 
 if TYPE_CHECKING:
@@ -111,22 +107,15 @@ def compile_offline(entry: Entry, target: str, streams: int = 4, super_kernel: b
     session = open_session(profile)
     with entry.grad_mode():
         module, arguments = captured_graph(entry.model, entry.args, entry.kwargs, target)
-    inputs = module.graph.find_nodes(op="placeholder")
-    parameters = [position for position, node in enumerate(inputs) if node.meta.get("is_parameter", False)]
-    lowered = lower(module, profile)
-    nz = _named(decide_nz_weights(lowered.module.graph, parameters, target, arguments), entry.model, arguments)
-    costs = load_costs(target)
-    tasks = TaskGraph(tasks_of(lowered.module, costs))
-    schedule = schedule_tasks(tasks, costs.event.value, streams)
-    verify_schedule(tasks, schedule)
-    merging = merge_launches(lowered.module, tasks, schedule, costs, profile, super_kernel)
+    prepared = prepare(module, profile, arguments, streams, super_kernel)
+    lowered, merging, nz = prepared.lowered, prepared.merging, _named(prepared.nz, entry.model, arguments)
     write_streams(lowered.module, merging.schedule)
     ge = convert(lowered.module, lowered.inputs)
     mark_formats(ge.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
     return OfflineGraph(entry.name, arguments, profile, lowered, ge, merging, nz, session.versions)
 
 
-def _named(decisions: list[NzDecision], model: Any, tensors: Sequence[Any]) -> tuple[NzDecision, ...]:
+def _named(decisions: Sequence[NzDecision], model: Any, tensors: Sequence[Any]) -> tuple[NzDecision, ...]:
     """The decisions by the names that the model's state dict has, where its parameters are known."""
     names = names_of(model) if isinstance(model, nn.Module) else {}
     return tuple(replace(one, name=names.get(id(tensors[one.position]), [one.name])[0]) for one in decisions)
