@@ -38,7 +38,7 @@ def compile(
     from k31compile.targets.ascend.profiles import profile_of
 
     profile_of(product)
-    entries = target.load_entries(target_name, "bf16" if _is_shipped(target_name) else None, layers)
+    entries = target.load_entries(target_name, "bf16" if target.is_shipped(target_name) else None, layers)
     made: list[tuple[OfflineGraph, list[Path]]] = []
     with console.progress("compile", len(entries)) as advance:
         for entry in entries:
@@ -47,12 +47,6 @@ def compile(
             made.append((graph, graph.write(folder / entry.name.replace(":", "-"))))
     data = {"target": target_name, "entries": {graph.name: graph.to_dict() for graph, _ in made}}
     console.emit(data, lambda out: _render(made, out))
-
-
-def _is_shipped(name: str) -> bool:
-    from k31compile.cli.entries import SHIPPED
-
-    return name.partition(":")[0] in SHIPPED
 
 
 def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:

@@ -26,18 +26,22 @@ def explain(
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Build a shipped model with its first N layers only.")] = None,
     lock: Annotated[Path | None, typer.Option(metavar="F", help="Write a fusion contract, e.g. k31.lock.")] = None,
+    layout: Annotated[
+        str, typer.Option(help="auto, nd or nz: with nz, which weights are packed, and why not.")
+    ] = "auto",
 ) -> None:
     """Say what is fused in a model, what is not, and why; each entry is called once, operator by operator."""
     for file in (html_file, lock):
         if file is not None and not file.resolve().parent.is_dir():
             raise UsageError(f"there is no folder {file.resolve().parent} for {file}")
+    k31compile.Options(layout=layout)
     entries = target.load_entries(target_name, layers=layers)
     found: list[tuple[str, Report]] = []
     graphs: list[Graph] = []
     with console.progress("explain", len(entries)) as advance:
         for entry in entries:
             advance(entry.name)
-            report, made = explained_graphs(entry)
+            report, made = explained_graphs(entry, layout)
             found.append((entry.name, report))
             graphs += made
     data = result(target_name, found)
@@ -48,25 +52,26 @@ def explain(
     console.emit(data, lambda out: _render(found, [file for file in (html_file, lock) if file], out))
 
 
-def explained(entry: Entry) -> Report:
-    """Return the report over all graphs of one call of an entry."""
-    from k31compile.explain import explain as explain_call
+def explained(entry: Entry, layout: str = "auto") -> Report:
+    """Return the report over all graphs of one call of an entry, with this layout of weights."""
+    from k31compile.explain import explain_with
 
+    options = {"codegen": "ops", "layout": layout}
     with calling(entry) as said, entry.grad_mode():
-        report = explain_call(entry.model, *entry.args, **entry.kwargs)  # type: ignore[arg-type]
+        report = explain_with(options, entry.model, *entry.args, **entry.kwargs)  # type: ignore[arg-type]
     report.notes.extend([*said, *_meta_note(entry)])
     if entry.mode == "grad":
         report.notes.append("the entry asks for gradients; k31 compiles for inference: this is the call without")
     return report
 
 
-def explained_graphs(entry: Entry) -> tuple[Report, list[Graph]]:
+def explained_graphs(entry: Entry, layout: str = "auto") -> tuple[Report, list[Graph]]:
     """Return the report over one call of an entry, and each of its graphs as a contract has it."""
     from k31compile.contract.lockfile import graphs_of
     from k31compile.report import reports
 
     known = len(reports())
-    report = explained(entry)
+    report = explained(entry, layout)
     return report, graphs_of(entry.name, reports()[known:])
 
 
