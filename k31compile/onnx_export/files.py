@@ -44,7 +44,8 @@ def write_model(graph: OnnxGraph, path: Path, external_above: int = EXTERNAL_ABO
             onnx.checker.check_model(str(draft), full_check=True)
         except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             what = str(error).strip().splitlines()[0]
-            raise TargetError(f"onnx's checker does not take the model: {what}", where=graph.name) from error
+            hint = "--dtype fp32 helps where ONNX has an operator for some dtypes only"
+            raise TargetError(f"onnx's checker does not take the model: {what}", graph.name, hint) from error
         names = [beside, path.name] if beside else [path.name]
         for name in names:
             os.replace(Path(folder) / name, path.parent / name)

@@ -133,3 +133,24 @@ def test_a_buffer_that_is_written_goes_in_and_comes_out(tmp_path):
     assert {value.name for value in graph.model.graph.inputs} == {"x", "count", "extra.more.0"}
     require_same(compare_with_eager(entry, graph, path))
     assert not entry.model.count.any(), "the buffer was put back"
+
+
+def test_transformers_kimi_linear(tmp_path, transformers_model):
+    transformers_model("kimi_linear")
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 199, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "linear_head_dim": 20, "linear_num_heads": 5}
+    widths = {"kv_lora_rank": 36, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"]}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.KimiLinearConfig(
+        num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, **sizes, **heads, **widths, **layers, **tokens
+    )
+    model = transformers.KimiLinearForCausalLM(config).eval()
+    ids = torch.randint(3, 199, (2, 22), generator=torch.Generator().manual_seed(1))
+    entry = Entry("kimi", model, (ids,), {"use_cache": False})
+    graph = export_entry(entry)
+    assert graph.counts() == {"gated_rms_norm": 1, "kda_chunk": 1, "short_conv": 1}
+    require_same(compare_with_eager(entry, graph, write_model(graph, tmp_path / "kimi.onnx")[0]))
