@@ -186,6 +186,13 @@ class StoreError(K31Error):
     default_hint = "set K31_CACHE_DIR to a folder of your own with mode 0700"
 
 
+class WeightFileError(K31Error):
+    """A file of weights that cannot be read or written, or whose recorded layout does not fit what is asked of it."""
+
+    code = "K31-0502"
+    default_hint = "k31 weights inspect PATH lists what a file holds and in which layout"
+
+
 class CheckError(K31Error):
     """A compiled model whose results differ from the ones it was checked against."""
 

@@ -7,13 +7,17 @@ the result is measured.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from k31compile.backend import captured_graph
 from k31compile.passes.layout.nz_weights import NzDecision, decide_nz_weights
 from k31compile.passes.schedule.cost_model import load_costs
+from k31compile.passes.schedule.graph_tasks import tasks_of
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.tasks import TaskGraph
@@ -25,7 +29,8 @@ from k31compile.targets.ascend.offline.formats import mark_formats
 from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.profiles import Profile, profile_of
 from k31compile.targets.ascend.streams import write_streams
-from k31compile.targets.ascend.tasks import tasks_of
+from k31compile.targets.ascend.super_kernels import Merging, merge_launches
+from k31compile.weights.by_graph import names_of
 
 if TYPE_CHECKING:
     from k31compile.entry import Entry
@@ -42,9 +47,14 @@ class OfflineGraph:
     profile: Profile
     lowered: Lowered
     ge: GeGraph
-    schedule: Schedule
+    merging: Merging
     nz: tuple[NzDecision, ...]
     versions: dict[str, str]
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs on which stream, and which tasks are launched as one."""
+        return self.merging.schedule
 
     def to_dict(self) -> dict[str, Any]:
         """The decisions, the counts and the predictions, as JSON has them."""
@@ -65,6 +75,10 @@ class OfflineGraph:
                 "critical_path": self.schedule.critical_path,
                 "predicted": self.schedule.predicted,
                 "events": len(self.schedule.events),
+                "super_kernels": {
+                    **self.merging.to_dict(),
+                    "operators": sum(bool(node.super_kernel) for node in self.ge.operators()),
+                },
             },
         }
 
@@ -82,8 +96,10 @@ class OfflineGraph:
         return [folder / name for name in texts]
 
 
-def compile_offline(entry: Entry, target: str, streams: int = 4) -> OfflineGraph:
+def compile_offline(entry: Entry, target: str, streams: int = 4, super_kernel: bool = True) -> OfflineGraph:
     """Compile one entry for an Ascend target, and stop before anything would be loaded onto a device.
+
+    At most `streams` streams are used; launches are merged where `super_kernel` says so and the product can.
 
     Raises:
         OptionError: target is no Ascend target.
@@ -98,12 +114,19 @@ def compile_offline(entry: Entry, target: str, streams: int = 4) -> OfflineGraph
     inputs = module.graph.find_nodes(op="placeholder")
     parameters = [position for position, node in enumerate(inputs) if node.meta.get("is_parameter", False)]
     lowered = lower(module, profile)
-    nz = decide_nz_weights(lowered.module.graph, parameters)
+    nz = _named(decide_nz_weights(lowered.module.graph, parameters, target, arguments), entry.model, arguments)
     costs = load_costs(target)
     tasks = TaskGraph(tasks_of(lowered.module, costs))
     schedule = schedule_tasks(tasks, costs.event.value, streams)
     verify_schedule(tasks, schedule)
-    write_streams(lowered.module, schedule)
+    merging = merge_launches(lowered.module, tasks, schedule, costs, profile, super_kernel)
+    write_streams(lowered.module, merging.schedule)
     ge = convert(lowered.module, lowered.inputs)
     mark_formats(ge.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
-    return OfflineGraph(entry.name, arguments, profile, lowered, ge, schedule, tuple(nz), session.versions)
+    return OfflineGraph(entry.name, arguments, profile, lowered, ge, merging, nz, session.versions)
+
+
+def _named(decisions: list[NzDecision], model: Any, tensors: Sequence[Any]) -> tuple[NzDecision, ...]:
+    """The decisions by the names that the model's state dict has, where its parameters are known."""
+    names = names_of(model) if isinstance(model, nn.Module) else {}
+    return tuple(replace(one, name=names.get(id(tensors[one.position]), [one.name])[0]) for one in decisions)

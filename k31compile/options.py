@@ -47,7 +47,7 @@ _FOREIGN_KEYS = frozenset({"guard_filter_fn"})
 _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "target": ((None, "cpu"), ("cuda", "ascend-a3", "ascend-950")),
     "quant": (("none",), ("layered",)),
-    "layout": (("auto", "nd"), ("nz",)),
+    "layout": (("auto", "nd", "nz"), ()),
     "streams": (("auto", 1), (2, 3, 4)),
     "super_kernel": ((True, False), ()),
     "codegen": (("inductor", "ops", "tiered"), ()),
@@ -64,7 +64,7 @@ class Options:
         target: where the graph will run; None follows the device of the inputs (cpu for meta tensors).
         fuse: "all", or the names of the fusions that may happen (an empty list for none).
         quant: "none"; quantised arithmetic is never chosen silently.
-        layout: "auto" or "nd", the memory layout of weights.
+        layout: "auto", "nd" or "nz", the memory layout of weights; on the CPU "nz" packs copies of them for oneDNN.
         streams: "auto" or 1, how many streams a schedule may use.
         super_kernel: whether launch-bound regions may be merged on targets that can.
         cache: whether compiled graphs may be kept (True) or not (False).

@@ -100,6 +100,8 @@ class Report:
         regions: per named region: name, where, layer, calls, inputs, outputs, edges between its parts, and parts:
             name, kind, nodes, inputs, weight_bytes.
         leaves: per function that was kept whole: function, where, operator, why, calls, samples, lengths, worst_error.
+        weights: under layout="nz", per weight that a product reads: name, layout ("nd" or "nz"), dtype, shape, reason
+            and remedy where it is nd, and the bytes of its packed copy; empty where nobody asked for it.
         learned: functions that a region came out of, candidates from the next compile on.
 
     """
@@ -127,6 +129,7 @@ class Report:
     regions: list[dict[str, Any]] = field(default_factory=list)
     leaves: list[dict[str, Any]] = field(default_factory=list)
     learned: list[str] = field(default_factory=list)
+    weights: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def merge(reports: Iterable[Report]) -> Report:
@@ -158,6 +161,7 @@ class Report:
         self.regions = [*self.regions, *part.regions]
         self.leaves = _once([*self.leaves, *part.leaves])
         self.learned = _once([*self.learned, *part.learned])
+        self.weights = _once([*self.weights, *part.weights])
         self.passes = _merged_passes([*self.passes, *part.passes])
         self.schedule = _merged_schedule(self.schedule, part.schedule)
         self.lines = part.lines | self.lines

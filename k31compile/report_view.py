@@ -27,6 +27,9 @@ def show(report: Report, console: Console) -> None:
     for refusal in report.near_misses_first():
         label = "near miss" if refusal.near_miss else "refused"
         console.print(f"[yellow]{label}[/] {escape(str(refusal))}", soft_wrap=True)
+    for row in report.weights:
+        if row["reason"]:
+            console.print(f"[dim]{escape(plain(row))}[/]", soft_wrap=True)
     for note in report.notes:
         console.print(f"[cyan]note[/] {escape(note)}", soft_wrap=True)
     for leaf in report.leaves:
@@ -52,6 +55,13 @@ def confirmed(confirmation: dict[str, Any]) -> str:
         if confirmation.get(key) is not None
     ]
     return f"{text} ({', '.join(details)})" if details else text
+
+
+def plain(row: dict[str, Any]) -> str:
+    """Say which weight keeps its plain layout, and why."""
+    remedy = f"; {row['remedy']}" if row["remedy"] else ""
+    shape = "x".join(map(str, row["shape"]))
+    return f"weight {row['name']} ({row['dtype']} {shape}) stays as it is: {row['reason']}{remedy}"
 
 
 def alike(regions: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], list[str]]]:

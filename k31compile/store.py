@@ -10,7 +10,9 @@ import hashlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from k31compile.errors import StoreError
 
@@ -65,11 +67,21 @@ def check_private(path: str | os.PathLike[str]) -> None:
 
 def atomic_write(path: str | os.PathLike[str], data: bytes, mode: int = 0o600) -> None:
     """Write a file so that a reader, or a crash, sees all of it or none of it."""
+    with atomic_file(path, mode) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike[str], mode: int = 0o600) -> Iterator[BinaryIO]:
+    """Open a file to be written piece by piece, which takes its name only when all of it is on the disk.
+
+    Until then it is `.NAME.` with a random end, in the same folder, and an error in the block removes it.
+    """
     target = Path(path)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())

@@ -25,12 +25,13 @@ COMMANDS = {
     "check": "k31compile.cli.check:check",
     "compile": "k31compile.cli.compile:compile",
     "export": "k31compile.cli.export:export",
+    "weights": "k31compile.cli.weights:weights",
     "passes": "k31compile.cli.passes:passes",
     "doctor": "k31compile.cli.doctor:doctor",
 }
-"""Command name -> module:function, in the order of ``k31 --help``."""
+"""Command name -> module:function or module:group of commands, in the order of ``k31 --help``."""
 
-PLANNED = ("bench", "cache", "new-pass", "run", "weights")
+PLANNED = ("bench", "cache", "new-pass", "run")
 """Commands that the interface names and that are not built yet."""
 
 _EPILOG = "Every command also takes --json (one JSON document on standard output) and --debug (a traceback)."
@@ -64,13 +65,17 @@ def build_app(only: str | None = None) -> typer.Typer:
 
     for name in COMMANDS:
         if only in (None, name):
-            app.command(name, epilog=_EPILOG)(_command(name))
+            command = _command(name)
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name, epilog=_EPILOG)
+            else:
+                app.command(name, epilog=_EPILOG)(command)
     return app
 
 
-def _command(name: str) -> Callable[..., Any]:
+def _command(name: str) -> typer.Typer | Callable[..., Any]:
     module, _, function = COMMANDS[name].partition(":")
-    command: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    command: typer.Typer | Callable[..., Any] = getattr(importlib.import_module(module), function)
     return command
 
 

@@ -22,6 +22,7 @@ def compile(
     product: Annotated[str, typer.Option("--target", help="ascend-a3 or ascend-950.")] = "",
     offline: Annotated[bool, typer.Option("--offline", help="Convert, and stop before a device is needed.")] = False,
     streams: Annotated[int, typer.Option(help="The most streams that a schedule may use, 1 to 4.")] = 4,
+    super_kernel: Annotated[bool, typer.Option(help="Merge launches where the product can.")] = True,
     layers: Annotated[int | None, typer.Option(help="Build a shipped model with its first N layers only.")] = None,
 ) -> None:
     """Lower every entry of a target for an Ascend product and convert it to GE, without CANN and without an NPU."""
@@ -42,7 +43,7 @@ def compile(
     with console.progress("compile", len(entries)) as advance:
         for entry in entries:
             advance(entry.name)
-            graph = compile_offline(entry, product, streams)
+            graph = compile_offline(entry, product, streams, super_kernel)
             made.append((graph, graph.write(folder / entry.name.replace(":", "-"))))
     data = {"target": target_name, "entries": {graph.name: graph.to_dict() for graph, _ in made}}
     console.emit(data, lambda out: _render(made, out))
@@ -62,12 +63,29 @@ def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
         streams = ", ".join(f"{name} {count}" for name, count in sorted(data["streams"].items()))
         blocks = sum(decision["is_nz"] for decision in data["nz_weights"])
         out.print(f"GE operators by stream: {streams}; weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
+        kept: dict[tuple[str, str], list[str]] = {}
+        for decision in data["nz_weights"]:
+            if not decision["is_nz"]:
+                kept.setdefault((decision["reason"], decision["remedy"]), []).append(decision["name"])
+        for (reason, remedy), names in kept.items():
+            why = f"{reason}; {remedy}" if remedy else reason
+            out.print(f"  plain: {names[0]} and {len(names) - 1} more: {why}", markup=False, highlight=False)
         schedule = data["schedule"]
         serial, predicted, bound = (schedule[key] * 1e6 for key in ("serial", "predicted", "critical_path"))
         out.print(
             f"predicted, not measured: {predicted:.0f} us in streams, {serial:.0f} us on one, at least {bound:.0f} us"
         )
+        out.print(_merged(schedule["super_kernels"]))
         out.print(f"written: {', '.join(map(str, paths))}\n")
+
+
+def _merged(data: dict[str, Any]) -> str:
+    if data["why_none"]:
+        return f"super kernels: none, since {data['why_none']}"
+    return (
+        f"super kernels: {data['regions']} with {data['operators']} operators; predicted, not measured: launches "
+        f"{data['launches_before']} -> {data['launches_after']}, {data['predicted'] * 1e6:.0f} us"
+    )
 
 
 def _lowered(decisions: list[dict[str, Any]]) -> Table:

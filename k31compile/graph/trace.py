@@ -4,6 +4,7 @@ One spelling per operator, composite operators (einsum, linear, matmul, softmax,
 functionalisation a reader does not depend on the in-place write that it sees, and no cut of the graph is sound.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -209,6 +210,14 @@ def _mark_inputs(traced: fx.GraphModule, module: fx.GraphModule, example_inputs:
     for new, old, example in zip(ours, theirs, example_inputs, strict=True):
         new.meta["is_parameter"] = isinstance(example, torch.nn.Parameter)
         new.meta["source_name"] = old.name
+        new.meta["parameter_path"] = _path_in_model(old)
+
+
+def _path_in_model(placeholder: fx.Node) -> str:
+    """The path that a state dict has for a parameter which Dynamo gives; the node's name where that is unknown."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    parts = re.findall(r"\._(?:modules|parameters)\['([^']+)'\]", source.name) if source is not None else []
+    return ".".join(parts) or placeholder.name
 
 
 @contextmanager

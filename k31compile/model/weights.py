@@ -18,6 +18,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _SHOWN = 8
+_LAYOUT_RECORD = "k31.layout"  # in the metadata of a file whose tensors are not stored row by row
 
 
 def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = 4 * 2**30) -> None:
@@ -143,6 +144,8 @@ def _check_file(path: Path, names: list[str], targets: dict[str, Tensor], digest
     problems = []
     try:
         with safe_open(path, framework="pt") as opened:
+            if _LAYOUT_RECORD in (opened.metadata() or {}):
+                return [f"{path.name}: its weights are stored in blocks; `k31 weights convert --layout nd` undoes that"]
             held = set(opened.keys())
             problems += [f"{name} in {path.name}: not in the index" for name in sorted(held - set(names))]
             for name in names:

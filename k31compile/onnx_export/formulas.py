@@ -5,6 +5,7 @@ Ours are those that would grow with the length of a call: a recurrence over toke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from k31compile.errors import TargetError
 from k31compile.kernels.checks import accumulation_dtype
 from k31compile.kernels.delta_checks import KEY_FIRST, state_shape
 from k31compile.targets.ascend.lowerings.attention import index_by_formula
+from k31compile.targets.ascend.lowerings.delta_rule import around_recurrence
 from k31compile.targets.ascend.lowerings.registry import FORMULA, LOWERINGS
 from k31compile.targets.ascend.profiles import PROFILES
 
@@ -115,6 +117,7 @@ OURS: dict[str, Formula] = {
     "kda_chunk": delta_rule,
     "gated_delta_recurrent": gated_delta_rule,
     "gated_delta_chunk": gated_delta_rule,
+    "mega_kda": functools.partial(around_recurrence, delta_rule),
     "lightning_indexer": lightning_indexer,
 }
 """Operator -> its formula, where it is not the Ascend target's."""

@@ -83,7 +83,8 @@ def build(file: TextIO, destination: Path) -> str:
     from torch._inductor import config
     from torch._inductor.standalone_compile import standalone_compile
 
-    import k31compile.kernels  # noqa: F401  (registers the operators)
+    import k31compile.kernels
+    import k31compile.targets.packed_linear  # noqa: F401  (both register operators)
     from k31compile.graph.document import read_graph
 
     document = json.load(file)

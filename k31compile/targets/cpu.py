@@ -9,6 +9,7 @@ from torch._inductor.compile_fx import compile_fx
 from k31compile.kernels.registry import OPERATORS, provider_for
 from k31compile.options import Options
 from k31compile.report import Report
+from k31compile.targets.pack_linears import pack_linears
 from k31compile.targets.reinplace import reinplace_cache_writes
 from k31compile.targets.tiered import compile_tiered
 
@@ -19,8 +20,12 @@ def compile_for_cpu(
     """A callable of the graph's inputs.
 
     `codegen="inductor"` builds C++ around our operators; `"ops"` runs operator by operator with cache writes in place;
-    `"tiered"` does the second until a child process has done the first, and tells the report.
+    `"tiered"` does the second until a child process has done the first, and tells the report. With `layout="nz"` linear
+    layers read packed copies of their weights, and the report says which.
     """
+
+    if options.layout == "nz":
+        pack_linears(module, report or Report())
 
     def run_operators() -> Callable[..., Any]:
         reinplace_cache_writes(module)

@@ -83,7 +83,29 @@ def _scatter(cache, places, rows):
     return cache
 
 
+def _recur(query, key, value, state, *, beta, scale, actual_seq_lengths, ssm_state_indices, g=None, gk=None):
+    """Each token reads the slot of the one before it, the first of a request its own, and writes its own slot."""
+    assert {x.dtype for x in (query, key, value, beta, state)} == {torch.bfloat16}
+    state = state.clone()
+    output, start = torch.empty_like(value), 0
+    for length in actual_seq_lengths.tolist():
+        assert length <= 8
+        slot = ssm_state_indices[start]
+        for token in range(start, start + length):
+            decay = g[token][:, None, None] if gk is None else gk[token][:, None]
+            carried = state[slot].float() * decay.exp()
+            k, v = key[token].float(), value[token].float()
+            update = beta[token].float()[:, None] * (v - (carried * k[:, None]).sum(-1))
+            carried = carried + update[:, :, None] * k[:, None]
+            slot = ssm_state_indices[token]
+            state[slot] = carried.to(state.dtype)
+            output[token] = ((carried * query[token].float()[:, None]).sum(-1) * scale).to(output.dtype)
+        start += length
+    return output, state
+
+
 KERNELS = {
+    "npu_recurrent_gated_delta_rule_functional": _recur,
     "npu_lightning_indexer": _index,
     "npu_sparse_flash_attention": _attend,
     "npu_moe_gating_top_k": _gate,

@@ -74,6 +74,7 @@ def test_weights_in_blocks_are_marked_on_their_data_nodes_and_no_others(compiled
     names = {decision.name: decision.reason for decision in compiled.nz if not decision.is_nz}
     assert names
     assert all(names.values())
+    assert not {"TransData", "FormatCast", "NPUFormatCast"} & set(compiled.ge.counts())  # cast once, before any graph
 
 
 def test_the_files_are_what_was_made(compiled, tmp_path):

@@ -41,7 +41,15 @@ def test_the_pass_of_the_page_works_as_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["docs/architecture.md", "docs/check.md", "docs/add-a-pass.md", "docs/contract.md", "docs/ascend.md", "README.md"],
+    [
+        "docs/architecture.md",
+        "docs/check.md",
+        "docs/add-a-pass.md",
+        "docs/contract.md",
+        "docs/ascend.md",
+        "docs/weights.md",
+        "README.md",
+    ],
 )
 def test_every_link_leads_somewhere(path: str) -> None:
     page = ROOT / path

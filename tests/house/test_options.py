@@ -71,7 +71,6 @@ def test_a_bad_value_names_field_value_and_what_is_allowed(given: dict[str, Any]
         *({"guards": guards} for guards in ("modules", "none")),
         *({"fuse": [name]} for name in PLANNED_FUSIONS),
         {"quant": "layered"},
-        {"layout": "nz"},
         {"cache": "somewhere"},
     ],
     ids=str,

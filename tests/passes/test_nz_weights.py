@@ -94,7 +94,7 @@ def test_what_no_product_reads_is_not_decided():
     ("function", "parameter", "reason"),
     [
         (lambda x, w: x.float() @ w, weight(64, 32, dtype=torch.float32), "float32"),
-        (lambda x, w: x @ w[:, :16], weight(64, 32), None),
+        (lambda x, w: x @ w[:, :16], weight(64, 32), "a view or a slice"),
         (lambda x, w: (x @ w, w[:, :16]), weight(64, 32), "a view or a slice"),
         (lambda x, w: (x @ w.t(), torch.embedding(w, torch.zeros(2, dtype=torch.long))), weight(32, 64), "embedding"),
         (lambda x, w: x @ w, weight(64, 1), "a side of"),
@@ -104,11 +104,156 @@ def test_what_no_product_reads_is_not_decided():
 def test_a_refusal_has_its_reason(function, parameter, reason):
     found = decided(function, X, parameter)
     assert not any(one.is_nz for one in found)
-    if reason is not None:
-        assert reason in found[0].reason
+    assert reason in found[0].reason
 
 
 def test_bytes_need_sides_of_thirty_two():
     tokens = torch.zeros(3, 48, dtype=torch.int8)
     (found,) = decided(lambda x, w: torch.mm(x, w), tokens, weight(48, 32, dtype=torch.int8))
     assert "no multiples of 32" in found.reason
+
+
+EIGHT = torch.zeros(3, 64, dtype=torch.int8)
+
+
+def lookup(w):
+    return torch.embedding(w, torch.zeros(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("product", ["ascend-a3", "ascend-950"])
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x, w: torch.einsum("tk,nk->tn", x, w), (32, 64)),
+        (lambda x, w: torch.einsum("tk,ekn->etn", x, w), (3, 64, 32)),
+        (lambda x, w: torch.matmul(x[None], w.mT), (32, 64)),
+        (lambda x, w: x @ w.permute(1, 0), (32, 64)),
+        (lambda x, w: torch.addmm(torch.zeros(32, dtype=x.dtype), x, w), (64, 32)),
+        (lambda x, w: torch.bmm(x.expand(3, 3, 64), w.permute(0, 2, 1)), (3, 32, 64)),
+        (lambda x, w: torch.baddbmm(torch.zeros(3, 3, 32, dtype=x.dtype), x.expand(3, 3, 64), w), (3, 64, 32)),
+        (lambda x, w: (x @ w.t()) + torch.nn.functional.linear(x, w), (32, 64)),
+        (lambda x, w: x @ w.detach().t(), (32, 64)),
+    ],
+)
+def test_products_through_transposes_and_twice(function, shape, product):
+    graph = make_fx(function, tracing_mode="fake", pre_dispatch=True)(X, weight(*shape)).graph
+    (found,) = decide_nz_weights(graph, [1], product)
+    assert (found.is_nz, found.reason, found.remedy, found.dtype) == (True, "", "", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "reason", "remedy"),
+    [
+        (lambda x, w: x @ w[:, :16], (64, 32), "a view or a slice", "a parameter of its own"),
+        (lambda x, w: x @ torch.cat([w, w], 1), (64, 32), "a copy by aten.cat", "joined or padded already"),
+        (lambda x, w: x @ w.unbind(0)[1].t(), (3, 32, 64), "a view or a slice", "a parameter of its own"),
+        (lambda x, w: x @ w.t().contiguous(), (32, 64), "a copy", "leave contiguous"),
+        (lambda x, w: x @ w.float().bfloat16(), (64, 32), "a cast to float32", "keep it in the dtype"),
+        (lambda x, w: w @ x.t(), (32, 64), "in another place than its right matrix", "write the product as x @ weight"),
+        (lambda x, w: (x @ w, w.sum()), (64, 32), "sum", "a copy of its own"),
+        (lambda x, w: x @ w.view(64, 32), (32, 64), "a view or a slice", "a parameter of its own"),
+        (lambda x, w: torch.einsum("tk,ken->ten", x, w), (64, 3, 32), "in another place", "write the product"),
+        (lambda x, w: x @ torch.constant_pad_nd(w, (0, 16)), (64, 32), "a copy by aten.constant_pad", "padded already"),
+        (lambda x, w: (x @ w.t(), lookup(w)), (32, 64), "embedding", "a parameter each"),
+    ],
+)
+def test_other_readers_are_refused_with_a_remedy(function, shape, reason, remedy):
+    graph = make_fx(function, tracing_mode="fake", pre_dispatch=True)(X, weight(*shape)).graph
+    (found,) = decide_nz_weights(graph, [1])
+    assert not found.is_nz
+    assert reason in found.reason
+    assert remedy in found.remedy
+
+
+def test_a_view_of_leading_dimensions_is_for_the_a3_only():
+    def function(x, w):
+        return torch.bmm(x.expand(6, 3, 64), w.view(6, 64, 32))
+
+    graph = make_fx(function, tracing_mode="fake")(X, weight(2, 3, 64, 32)).graph
+    assert decide_nz_weights(graph, [1])[0].is_nz
+    (found,) = decide_nz_weights(graph, [1], "ascend-950")
+    assert "through a view" in found.reason
+    assert found.remedy.startswith("store the parameter")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a3", "arch35"),
+    [
+        (torch.bfloat16, True, True),
+        (torch.float16, True, True),
+        (torch.int8, True, True),
+        (torch.float8_e4m3fn, False, True),
+        (torch.float32, False, False),
+    ],
+)
+def test_dtypes_of_the_two_products(dtype, a3, arch35):
+    graph = make_fx(torch.mm, tracing_mode="fake")(weight(64, 64, dtype=dtype), weight(64, 64, dtype=dtype)).graph
+    for product, allowed in (("ascend-a3", a3), ("ascend-950", arch35)):
+        (found,) = decide_nz_weights(graph, [1], product)
+        assert found.is_nz is allowed
+        assert allowed or str(dtype).removeprefix("torch.") in found.reason
+    if dtype == torch.float32:
+        assert found.remedy.startswith("in bfloat16 it would be")
+
+
+@pytest.mark.parametrize("sides", [(64, 1), (1, 64), (360, 48), (33, 17)])
+def test_sides_that_made_others_crash_stay_plain(sides):
+    """Row F1: a linear layer of these features (in, out), as reported."""
+    features_in, features_out = sides
+    tokens = torch.zeros(3, features_in, dtype=torch.bfloat16)
+    graph = make_fx(torch.nn.functional.linear, tracing_mode="fake")(tokens, weight(features_out, features_in)).graph
+    (found,) = decide_nz_weights(graph, [1])
+    assert not found.is_nz
+    assert ("a side of" in found.reason) is (1 in sides)
+    assert found.remedy
+
+
+def test_one_tensor_under_two_names_is_decided_once():
+    """Row F3: what is read by a product under one name and by an embedding under the other."""
+    one, other = weight(32, 64), weight(32, 64)
+
+    def function(x, w, e):
+        return x @ w.t(), lookup(e)
+
+    graph = make_fx(function, tracing_mode="fake")(X, one, other).graph
+    assert [found.is_nz for found in decide_nz_weights(graph, [1, 2], tensors=[X, one, other])] == [True]
+    tied = decide_nz_weights(graph, [1, 2], tensors=[X, one, one])
+    assert [(found.position, found.is_nz) for found in tied] == [(1, False), (2, False)]
+    assert "embedding" in tied[0].reason
+
+
+def grouped(monkeypatch, dtype, scale_dtype=None, **extra):
+    """A graph with a call of an operator that has the name of torch_npu's."""
+    from k31compile.passes.layout import nz_weights, weight_readers
+
+    library = torch.library.Library("nz_test", "FRAGMENT")
+    monkeypatch.setattr(nz_weights, "_GROUPED", "nz_test.grouped.default")
+    monkeypatch.setitem(weight_readers._WEIGHT_OF, "nz_test.grouped.default", (1,))
+    library.define("grouped(Tensor[] x, Tensor[] weight, *, Tensor[]? scale=None, int group_type=0) -> Tensor")
+    library.impl("grouped", lambda x, weight, scale=None, group_type=0: x[0].sum(0, keepdim=True), "Meta")
+    try:
+        scales = [] if scale_dtype is None else [weight(3, dtype=scale_dtype)]
+        weights = [weight(64, 64, dtype=dtype), weight(64, 64, dtype=dtype)]
+
+        def function(x, first, second, *scale):
+            return torch.ops.nz_test.grouped([x, x], [first, second], scale=list(scale) or None, **extra)
+
+        return make_fx(function, tracing_mode="fake")(X, *weights, *scales).graph
+    finally:
+        library._destroy()
+
+
+def test_grouped_products_split_along_k_are_refused(monkeypatch):
+    graph = grouped(monkeypatch, torch.bfloat16)
+    assert [found.is_nz for found in decide_nz_weights(graph, [1, 2])] == [True, True]
+    for found in decide_nz_weights(grouped(monkeypatch, torch.bfloat16, group_type=2), [1, 2]):
+        assert "splits along K" in found.reason
+        assert "group_type 0" in found.remedy
+
+
+def test_mx_scales_must_be_e8m0_on_the_950(monkeypatch):
+    fp8 = torch.float8_e4m3fn
+    for scale, allowed in ((torch.float8_e8m0fnu, True), (torch.float32, False)):
+        found = decide_nz_weights(grouped(monkeypatch, fp8, scale), [1, 2], "ascend-950")
+        assert [one.is_nz for one in found] == [allowed, allowed]
+        assert allowed or "has float32 scales" in found[0].reason

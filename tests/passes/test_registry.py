@@ -17,9 +17,26 @@ FOLDER = Path(k31compile.passes.__file__).parent
 # The scheduler knows tasks, not graphs of operators; weights in blocks are decided in a lowered graph.
 NO_PASSES = {
     "fusion": set(),
-    "layout": {"fractal_nz", "nz_weights"},
-    "schedule": {"cost_model", "improve", "placing", "play_schedule", "priorities", "schedule", "schedule_tasks"}
-    | {"tasks", "verify_schedule"},
+    "layout": {"fractal_nz", "nz_weights", "weight_readers"},
+    "schedule": {
+        "bounds",
+        "calm",
+        "cost_model",
+        "graph_tasks",
+        "improve",
+        "merged_times",
+        "placing",
+        "play_schedule",
+        "priorities",
+        "schedule",
+        "schedule_tasks",
+        "segments",
+        "super_kernels",
+        "tasks",
+        "verify_schedule",
+        "verify_super_kernels",
+        "work",
+    },
 }
 FILES = sorted(
     path

@@ -22,7 +22,8 @@ def test_the_targets():
 @pytest.mark.parametrize("target", known_targets())
 def test_every_figure_has_its_unit_and_says_where_it_comes_from(target):
     costs = load_costs(target)
-    for name, unit in UNITS.items():
+    units = {**UNITS, "join": "s"} if costs.join else UNITS
+    for name, unit in units.items():
         figure = getattr(costs, name)
         assert isinstance(figure, Figure)
         assert figure.unit == unit
@@ -42,6 +43,12 @@ def test_seconds_are_the_longer_of_computing_and_moving_after_the_launch(target)
     assert costs.seconds_of(costs.vector_flops.value, 1, "vector") == launch + 1
     assert costs.seconds_of(1, costs.memory_bytes.value, "cube") == launch + 1
     assert costs.seconds_of(0, costs.link_bytes.value, "communication") == launch + 1
+
+
+def test_only_the_product_with_super_kernels_has_a_figure_for_a_step_inside_one():
+    assert [target for target in known_targets() if load_costs(target).join] == ["ascend-a3"]
+    costs = load_costs("ascend-a3")
+    assert costs.join.value < costs.launch.value
 
 
 def test_what_is_not_there_is_told_with_what_is():

@@ -43,16 +43,19 @@ def prolog(wk, k_norm, cache_write, wq_b, q_quant, weights_proj, unit=1.0):
 )
 def test_three_streams_fall_out(seconds):
     graph = prolog(*seconds)
-    schedule = schedule_tasks(graph, EVENT)
+    schedule = schedule_tasks(graph, EVENT, price=0.0)
     verify_schedule(graph, schedule)
-    print(schedule)
-    beside = {tuple(name for name in names if name in KEYS + QUERIES + WEIGHTS) for names in schedule.streams}
-    assert beside == {KEYS, QUERIES, WEIGHTS}
+    parts = KEYS[1:], QUERIES, WEIGHTS
+    beside = {tuple(name for name in names if name in sum(parts, ())) for names in schedule.streams}
+    # The products take turns at the cube, so wk may stand in front of its own branch or, for one event less, of wq_b.
+    assert beside == set(parts)
+    wk_stream = next(names for names in schedule.streams if "wk" in names)
+    assert wk_stream[wk_stream.index("wk") + 1] in ("k_norm", "wq_b")
     assert set(schedule.streams[0]) >= {"indexer", "attention"}
     joins = {after for after, before in schedule.events if before == "indexer"}
     last = {names[-1] for names in schedule.streams[1:]}
     assert joins == last <= {"cache_write", "q_quant", "weights_proj"}
-    assert schedule.predicted < schedule_tasks(graph, EVENT, streams=2).predicted < schedule.serial
+    assert schedule.predicted < schedule_tasks(graph, EVENT, streams=2, price=0.0).predicted < schedule.serial
 
 
 def test_the_products_do_not_fight_for_the_cube():

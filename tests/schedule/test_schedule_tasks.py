@@ -82,7 +82,7 @@ def test_more_streams_are_never_slower():
 def test_a_longer_search_is_never_worse():
     for seed in range(3):
         graph = drawn_graph(random.Random(seed), most=40, least=30)
-        spans = [schedule_tasks(graph, 0.5e-6, search=search).predicted for search in (0, 5_000, 30_000)]
+        spans = [schedule_tasks(graph, 0.5e-6, search=search, price=0.0).predicted for search in (0, 5_000, 30_000)]
         assert spans == sorted(spans, reverse=True)
 
 
@@ -98,8 +98,8 @@ def test_independent_tasks_are_spread_and_chains_are_not():
 
 def test_an_event_that_costs_more_than_it_gains_is_not_used():
     graph = TaskGraph([Task("a", 1.0, "vector"), Task("b", 1.0, "vector"), Task("c", 1.0, "vector", inputs=("a", "b"))])
-    assert schedule_tasks(graph, 0.9).predicted == pytest.approx(2.9)
-    assert schedule_tasks(graph, 1.0).streams == (("a", "b", "c"),)
+    assert schedule_tasks(graph, 0.9, price=0.0).predicted == pytest.approx(2.9)
+    assert schedule_tasks(graph, 1.0, price=0.0).streams == (("a", "b", "c"),)
 
 
 def test_nothing_is_a_schedule_too():
@@ -128,7 +128,7 @@ def test_small_graphs_are_near_the_optimum(count, capsys):
         draw = random.Random(f"small {seed}")
         graph = drawn_graph(draw, most=7, least=4)
         event, streams = draw.choice([0.2e-6, 1.0e-6]), draw.choice([2, 3])
-        got = schedule_tasks(graph, event, streams)
+        got = schedule_tasks(graph, event, streams, price=0.0)
         verify_schedule(graph, got)
         over[seed] = got.predicted / max(optimum(graph, event, streams, got.predicted), 1e-12) - 1
     worst = max(over, key=over.get)
@@ -137,7 +137,7 @@ def test_small_graphs_are_near_the_optimum(count, capsys):
         print(f"\n{count} small graphs: {mean:.3%} over the optimum, {missed} not optimal", end=", ")
         print(f"worst {over[worst]:.2%} (seed {worst})")
     assert mean <= 0.005
-    assert over[worst] <= 0.10
+    assert over[worst] <= 0.05
 
 
 @pytest.mark.slow

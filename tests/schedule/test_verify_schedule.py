@@ -153,4 +153,5 @@ def test_it_knows_nothing_of_the_scheduler():
         "k31compile.errors",
         "k31compile.passes.schedule.schedule",
         "k31compile.passes.schedule.tasks",
+        "k31compile.passes.schedule.verify_super_kernels",
     }

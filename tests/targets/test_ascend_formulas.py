@@ -156,6 +156,18 @@ def test_lightning_indexer(paged, count):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("order", ["position", "score"])
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_lightning_indexer_fills_a_row_with_what_it_does_not_see(with_mask, order):
+    draw = Draw()
+    key, _ = caches(draw, paged=False)
+    options = {"mask": draw(2, 3, 12) > 0.5} if with_mask else {"actual_seq_lengths_key": torch.tensor([4, 11])}
+    hold(
+        "lightning_indexer", draw(2, 3, 4, 6), key, draw(2, 3, 4), sparse_count=9, sparse_mode=0, tail="lowest",
+        order=order, **options,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("paged", [True, False])
 def test_sparse_flash_attention(paged):
     draw = Draw()
@@ -214,8 +226,9 @@ def indexer_call(heads=64, width=128, page=128, dtype=torch.bfloat16, count=2048
     query, key = torch.empty(1, 1, heads, width, **HALF), torch.empty(9, page, 1, width, **HALF)
     weights = torch.empty(1, 1, heads, dtype=dtype, device="meta")
     return choose(
-        "lightning_indexer", PROFILES[profile], query, key, weights, layout_key="PA_BSND", sparse_count=count
-    )[1]
+        "lightning_indexer", PROFILES[profile], query, key, weights, layout_key="PA_BSND", sparse_count=count,
+        block_table=torch.empty(1, 4, dtype=torch.int32, device="meta"),
+    )[1]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -223,7 +236,7 @@ def indexer_call(heads=64, width=128, page=128, dtype=torch.bfloat16, count=2048
     [
         ({"width": 64}, "takes index head dim 128, not 64"),
         ({"heads": 65}, "index heads 1 to 64, not 65"),
-        ({"heads": 12, "profile": "ascend-950"}, "index heads one of 8, 16, 24, 32, 64, not 12"),
+        ({"heads": 65, "profile": "ascend-950"}, "index heads one of 8, 16, 24, 32, 64, not 65"),
         ({"page": 24}, "block size a multiple of 16"),
         ({"count": 2049}, "sparse_count 1 to 2048, or 3072"),
         ({"dtype": torch.float32, "profile": "ascend-950"}, "weights dtype one of bfloat16, float16, not float32"),
@@ -235,9 +248,19 @@ def test_a_broken_constraint_is_named_and_the_formula_taken(change, reason):
     assert any(reason in told for told in decision.passed_over), decision.passed_over
 
 
-@pytest.mark.parametrize("change", [{}, {"dtype": torch.float32}, {"heads": 1}, {"count": 4096}])
+FLOAT = torch.float32
+ALLOWED = [
+    {}, {"dtype": FLOAT}, {"heads": 1}, {"count": 4096}, {"profile": "ascend-950"},
+    {"profile": "ascend-950", "heads": 12}, {"profile": "ascend-950", "heads": 21, "dtype": FLOAT},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ALLOWED)
 def test_what_the_documents_allow_is_torch_npus(change):
-    assert indexer_call(**change).passed_over == ()
+    decision = indexer_call(**change)
+    assert decision.provider == "torch_npu"
+    assert not any(told.startswith("torch_npu") for told in decision.passed_over)
+    assert "formula: takes this call too, predicted" in decision.passed_over[-1]
 
 
 def attention_call(heads, profile):

@@ -41,8 +41,11 @@ def to_fractal_nz(matrix: Tensor) -> Tensor:
         OperatorError: it has fewer than two dimensions.
     """
     *batch, blocks_across, blocks_down, _, width = nz_shape(matrix.shape, matrix.dtype)
-    padded = matrix.new_zeros((*batch, blocks_down * BLOCK_ROWS, blocks_across * width))
-    padded[..., : matrix.shape[-2], : matrix.shape[-1]] = matrix
+    filled = (*batch, blocks_down * BLOCK_ROWS, blocks_across * width)
+    padded = matrix
+    if tuple(matrix.shape) != filled or not matrix.is_contiguous():
+        padded = matrix.new_zeros(filled)
+        padded[..., : matrix.shape[-2], : matrix.shape[-1]] = matrix
     tiles = padded.view(*batch, blocks_down, BLOCK_ROWS, blocks_across, width)
     return tiles.movedim(-2, -4).contiguous()
 

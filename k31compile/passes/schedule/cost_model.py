@@ -35,6 +35,8 @@ class CostModel:
         link_bytes: bytes a second that one device sends to others.
         launch: seconds that each task takes besides its work.
         event: seconds from the end of a task to the start of one on another stream that waits for it.
+        join: seconds from the end of a task to the start of the next inside one super kernel, which launches but once;
+            None where the target merges no tasks.
     """
 
     target: str
@@ -45,6 +47,7 @@ class CostModel:
     link_bytes: Figure
     launch: Figure
     event: Figure
+    join: Figure | None = None
 
     def seconds_of(self, flops: float, bytes_moved: float, engine: Engine) -> float:
         """The predicted seconds of one task: its launch, then the longer of computing and moving.

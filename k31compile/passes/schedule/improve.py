@@ -29,7 +29,7 @@ def improve(problem: Problem, placement: Placement, streams: int, budget: Budget
                 if budget.placements < count:
                     return best
                 budget.placements -= count
-                limit = best.makespan + problem.tolerance
+                limit = best.cost + problem.tolerance
                 tried = place_within(problem, order, streams, limit, wanted)
                 if tried is not None and tried.is_better(best):
                     best, moved = tried, True

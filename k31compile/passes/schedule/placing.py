@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from k31compile.passes.schedule.bounds import lower_bound
 from k31compile.passes.schedule.tasks import IN_ONE_ORDER, ONE_AT_A_TIME, TaskGraph
 
 
@@ -23,6 +24,8 @@ class Problem:
         event: the seconds from the end of a task to the start of one on another stream that waits for it.
         bound: no placement ends earlier.
         tolerance: times this close are taken as the same.
+        pinned: tasks that have to be on stream 0.
+        price: the seconds that an event has to win.
     """
 
     seconds: tuple[float, ...]
@@ -32,23 +35,40 @@ class Problem:
     event: float
     bound: float
     tolerance: float
+    pinned: frozenset[int] = frozenset()
+    price: float = 0.0
 
     @classmethod
-    def of(cls, graph: TaskGraph, event: float) -> Problem:
+    def of(cls, graph: TaskGraph, event: float, price: float = 0.0) -> Problem:
         """The problem of a graph."""
-        after: list[list[int]] = [[] for _ in graph.tasks]
-        for place, earlier in enumerate(graph.before):
+        seconds = tuple(task.seconds for task in graph.tasks)
+        return cls.of_parts(seconds, graph.before, graph.locks, event, price)
+
+    @classmethod
+    def of_parts(
+        cls,
+        seconds: tuple[float, ...],
+        before: tuple[tuple[int, ...], ...],
+        lock: tuple[int, ...],
+        event: float,
+        price: float,
+        pinned: frozenset[int] = frozenset(),
+    ) -> Problem:
+        """The problem of tasks that each wait for some before them."""
+        after: list[list[int]] = [[] for _ in seconds]
+        for task, earlier in enumerate(before):
             for other in earlier:
-                after[other].append(place)
-        locks = {engine: number for number, engine in enumerate(ONE_AT_A_TIME)}
+                after[other].append(task)
         return cls(
-            seconds=tuple(task.seconds for task in graph.tasks),
-            before=graph.before,
+            seconds=seconds,
+            before=before,
             after=tuple(map(tuple, after)),
-            lock=tuple(locks.get(task.engine, -1) for task in graph.tasks),
+            lock=lock,
             event=event,
-            bound=graph.bound,
-            tolerance=1e-9 * (graph.serial + event),
+            bound=lower_bound(seconds, before, lock),
+            tolerance=1e-9 * (math.fsum(seconds) + event),
+            pinned=pinned,
+            price=price,
         )
 
     @cached_property
@@ -84,6 +104,11 @@ class Placement:
     def makespan(self) -> float:
         """The last end."""
         return max(self.end, default=0.0)
+
+    @cached_property
+    def cost(self) -> float:
+        """The last end, and the price of the events."""
+        return self.makespan + (self.problem.price * len(self.events) if self.problem.price else 0.0)
 
     @property
     def is_at_the_bound(self) -> bool:
@@ -135,9 +160,9 @@ class Placement:
         )
 
     def is_better(self, other: Placement) -> bool:
-        """Whether it ends earlier; or as early on fewer streams, then with fewer events, then fewer crossings."""
-        if abs(self.makespan - other.makespan) > self.problem.tolerance:
-            return self.makespan < other.makespan
+        """Whether it costs less; or as much on fewer streams, then with fewer events, then fewer crossings."""
+        if abs(self.cost - other.cost) > self.problem.tolerance:
+            return self.cost < other.cost
         if self.streams != other.streams:
             return self.streams < other.streams
         if self.stream == other.stream and self.start == other.start:
@@ -190,8 +215,9 @@ def place_within(
     for task in order:
         latest = _latest_by_stream(problem.before[task], stream, end, streams)
         turn = turns.get(problem.lock[task])
-        if wanted is not None:
-            slot = _slot(problem, task, wanted[task], free, latest, turn)
+        if task in problem.pinned or wanted is not None:
+            here = 0 if wanted is None or task in problem.pinned else wanted[task]
+            slot = _slot(problem, task, here, free, latest, turn)
         else:
             if len(free) < streams and free[-1] > 0.0:
                 free.append(0.0)

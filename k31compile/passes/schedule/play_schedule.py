@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from k31compile.errors import ScheduleError
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.tasks import Task, TaskGraph
 
@@ -21,7 +23,8 @@ def play_schedule(
 
     A result holds POISON before it is written, and again when it is freed: as soon as those of its users have run that
     are on its own stream or on one that the schedule keeps it for. Results that nobody reads stay, and so does memory
-    that is no result, such as a cache: it belongs to the caller.
+    that is no result, such as a cache: it belongs to the caller. The tasks of a super kernel run one after the other,
+    once all that any of them waits for outside of it is done.
 
     Args:
         graph: the tasks.
@@ -63,20 +66,35 @@ def _play(
 
 def _drawn(schedule: Schedule, draw: random.Random) -> Iterator[str]:
     """The tasks in a drawn order; the streams go on at paces that are drawn too, some of them far behind."""
-    waits: dict[str, list[str]] = {}
-    for after, before in schedule.events:
-        waits.setdefault(before, []).append(after)
+    waits = _waits(schedule)
+    region_of = {name: region.tasks for region in schedule.super_kernels for name in region.tasks}
     pace = [draw.random() ** 3 + 1e-3 for _ in schedule.streams]
     nexts = [0] * len(schedule.streams)
-    done: set[str] = set()
+    stream_of, done = schedule.stream_of, set[str]()
     while left := [stream for stream, names in enumerate(schedule.streams) if nexts[stream] < len(names)]:
         heads = {stream: schedule.streams[stream][nexts[stream]] for stream in left}
-        # A schedule that can come to a stop here was refused before the first task ran.
-        able = [stream for stream in left if done.issuperset(waits.get(heads[stream], ()))]
+        units = {stream: region_of.get(head, (head,)) for stream, head in heads.items()}
+        able = [
+            stream for stream, unit in units.items() if all(done.issuperset(waits[name] - {*unit}) for name in unit)
+        ]
+        if not able:
+            raise ScheduleError(f"no stream can go on: {', '.join(heads.values())} wait for each other")
         (stream,) = draw.choices(able, [pace[one] for one in able])
-        yield heads[stream]
-        done.add(heads[stream])
-        nexts[stream] += 1
+        for name in units[stream]:
+            yield name
+            done.add(name)
+            nexts[stream_of[name]] += 1
+
+
+def _waits(schedule: Schedule) -> dict[str, set[str]]:
+    """For each task what must have ended: the one in front of it on its stream, and its events."""
+    waits: dict[str, set[str]] = {name: set() for names in schedule.streams for name in names}
+    for names in schedule.streams:
+        for one, other in itertools.pairwise(names):
+            waits[other].add(one)
+    for after, before in schedule.events:
+        waits[before].add(after)
+    return waits
 
 
 def _users(graph: TaskGraph, schedule: Schedule, keep: Iterable[str]) -> dict[str, set[str]]:

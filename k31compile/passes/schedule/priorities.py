@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator
 
+import networkx as nx
+
 from k31compile.passes.schedule.placing import Problem
+
+# So few tasks are tried in every order, as far as there are not too many of them.
+_FEW_TASKS, _ORDERS_OF_FEW = 8, 300
 
 
 def levels_with_events(problem: Problem) -> list[float]:
@@ -39,7 +45,15 @@ def orders(problem: Problem, streams: int) -> Iterator[tuple[int, ...]]:
         _most_urgent_first(locked_levels(problem)),
         tuple(range(len(problem.seconds))),
     ]
+    if len(problem.seconds) <= _FEW_TASKS:
+        found += itertools.islice(_all_orders(problem), _ORDERS_OF_FEW)
     yield from dict.fromkeys(found)
+
+
+def _all_orders(problem: Problem) -> Iterator[tuple[int, ...]]:
+    waits = nx.DiGraph((other, task) for task, earlier in enumerate(problem.before) for other in earlier)
+    waits.add_nodes_from(range(len(problem.before)))
+    return map(tuple, nx.all_topological_sorts(waits))
 
 
 def _most_urgent_first(levels: list[float]) -> tuple[int, ...]:

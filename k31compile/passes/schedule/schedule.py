@@ -12,6 +12,31 @@ MAX_STREAMS = 4
 
 
 @dataclass(frozen=True)
+class SuperKernel:
+    """Tasks that the target launches as one kernel; it starts when all that they wait for outside of it has ended.
+
+    Attributes:
+        name: unlike every other one's.
+        tasks: in the order of issue.
+        options: what the target's compiler is told about it, as pairs of a name and a value.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    options: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The region in lists, as JSON holds it."""
+        return {"name": self.name, "tasks": list(self.tasks), "options": [list(pair) for pair in self.options]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SuperKernel:
+        """The region that `to_dict` wrote down; KeyError, TypeError or ValueError where it is none."""
+        options = tuple((str(name), str(value)) for name, value in data["options"])
+        return cls(str(data["name"]), tuple(map(str, data["tasks"])), options)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Tasks on streams, with the events that order them across streams.
 
@@ -29,6 +54,7 @@ class Schedule:
         serial: the predicted seconds of all tasks on one stream.
         critical_path: the predicted seconds of the longest chain of dependences.
         predicted: the predicted seconds of this schedule.
+        super_kernels: tasks that are launched together; the times above are those of launching each by itself.
     """
 
     streams: tuple[tuple[str, ...], ...]
@@ -39,6 +65,7 @@ class Schedule:
     serial: float
     critical_path: float
     predicted: float
+    super_kernels: tuple[SuperKernel, ...] = ()
 
     @property
     def stream_of(self) -> dict[str, int]:
@@ -81,6 +108,7 @@ class Schedule:
             "serial": self.serial,
             "critical_path": self.critical_path,
             "predicted": self.predicted,
+            "super_kernels": [region.to_dict() for region in self.super_kernels],
         }
 
     @classmethod
@@ -100,6 +128,7 @@ class Schedule:
                 serial=float(data["serial"]),
                 critical_path=float(data["critical_path"]),
                 predicted=float(data["predicted"]),
+                super_kernels=tuple(map(SuperKernel.from_dict, data.get("super_kernels", ()))),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScheduleError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from k31compile.errors import ScheduleError
+from k31compile.passes.schedule.bounds import lower_bound
 
 Engine = Literal["cube", "vector", "memory", "communication"]
 
@@ -129,10 +130,17 @@ class TaskGraph:
         return max(ends, default=0.0)
 
     @property
+    def locks(self) -> tuple[int, ...]:
+        """For each task the number of its engine where that takes one task at a time, else -1."""
+        numbers = {engine: number for number, engine in enumerate(ONE_AT_A_TIME)}
+        return tuple(numbers.get(task.engine, -1) for task in self.tasks)
+
+    @property
     def bound(self) -> float:
-        """The longer of the critical path and what the busiest engine that takes one task at a time has to do."""
-        busy = (math.fsum(task.seconds for task in self.tasks if task.engine == engine) for engine in ONE_AT_A_TIME)
-        return max(self.critical_path, *busy)
+        """Seconds that every schedule takes: the critical path, or an engine's tasks between what they wait for and
+        what waits for them.
+        """
+        return lower_bound([task.seconds for task in self.tasks], self.before, self.locks)
 
 
 def enclose(tasks: Iterable[Task], first: str = "enter", last: str = "return") -> list[Task]:

@@ -10,16 +10,18 @@ import networkx as nx
 from k31compile.errors import ScheduleError
 from k31compile.passes.schedule.schedule import MAX_STREAMS, Schedule
 from k31compile.passes.schedule.tasks import IN_ONE_ORDER, ONE_AT_A_TIME, Task, TaskGraph
+from k31compile.passes.schedule.verify_super_kernels import CanJoin, verify_super_kernels
 
 
-def verify_schedule(graph: TaskGraph, schedule: Schedule) -> None:
+def verify_schedule(graph: TaskGraph, schedule: Schedule, can_join: CanJoin | None = None) -> None:
     """Raise unless streams and events alone give every legal run the result of the program as it was written.
 
     Happens-before is the order of each stream and the events, and what follows from both. It must be free of cycles,
     order every two tasks of which one takes, reads or writes what the other writes, as the program does, and order
     all collectives. What another stream uses must be kept for it. The predicted times must follow from it: where an
     engine takes one task at a time, no two may ask for it at once, and the one that is predicted to have it first must
-    ask first.
+    ask first. Tasks that are launched as one must be a part of the order of issue that nothing leaves and enters again;
+    `can_join` says which tasks the target can merge.
 
     Raises:
         ScheduleError: with the two tasks, or the one, that it is about.
@@ -43,6 +45,8 @@ def verify_schedule(graph: TaskGraph, schedule: Schedule) -> None:
                 raise ScheduleError(f"{one!r} and {other!r} may start in either order", where=f"both are {engine}")
     _check_keeps(tasks, schedule)
     _check_times(tasks, schedule, order, is_before)
+    conflicts = [(one, other) for one, other, _ in _conflicts(graph.tasks)]
+    verify_super_kernels(tasks, schedule, conflicts, can_join)
 
 
 def _check_streams(tasks: dict[str, Task], schedule: Schedule) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from k31compile.targets.ascend.lowerings.delta_rule import softplus
+from k31compile.targets.ascend.own_operators import register_converters
 
 ATEN = torch.ops.aten
 
@@ -16,6 +17,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     from torchair.configs.compiler_config import CompilerConfig
     from torchair.npu_fx_compiler import _get_merged_decompositions
 
+    register_converters()
     return {**_get_merged_decompositions(CompilerConfig()), **OURS}
 
 

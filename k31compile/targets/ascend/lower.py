@@ -19,8 +19,12 @@ from k31compile.graph.sizes import value_of
 from k31compile.graph.source import source_line
 from k31compile.graph.views import is_view
 from k31compile.targets.ascend.decompositions import decomposition_table
+from k31compile.targets.ascend.indexer_weights import narrow_indexer_weights
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
+from k31compile.targets.ascend.own_operators import Place, states_lie_in
 from k31compile.targets.ascend.profiles import Profile
+from k31compile.targets.ascend.share_equal import share_equal_calls
+from k31compile.targets.ascend.state_places import find_state_places
 from k31compile.targets.reinplace import reinplace_cache_writes
 
 
@@ -40,11 +44,13 @@ def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
         TargetError: a k31 operator has no lowering for its arguments.
     """
     reinplace_cache_writes(module)
+    narrow_indexer_weights(module, profile)
     lowering = _Lowering(module, profile)
     with FakeTensorMode(), torch.no_grad():
         inputs = tuple(_like(value_of(node)) for node in module.graph.find_nodes(op="placeholder"))
         lowered = make_fx(lowering.run, decomposition_table=decomposition_table(), tracing_mode="real")(*inputs)
     _move_constants(lowered.graph)
+    share_equal_calls(lowered.graph)
     lowered.graph.eliminate_dead_code()
     lowered.recompile()
     return Lowered(lowered, inputs, tuple(lowering.decisions))
@@ -64,6 +70,8 @@ class _Lowering(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self.profile = profile
         self.decisions: list[Decision] = []
+        self.places = find_state_places(module.graph)
+        self._needless: set[fx.Node] = set()
         self._node: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -71,8 +79,13 @@ class _Lowering(fx.Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(kwargs.get("device"), torch.device):
+            # The model's own device, such as meta; all of the trace is on one.
+            kwargs = {**kwargs, "device": torch.device("cpu")}
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "k31":
             return self._lower(target._opname, args, kwargs)
+        if self._node in self._needless:
+            return args[0]
         if target is ATEN.index_put_.default:
             written = self._write_rows(args)
             if written is not None:
@@ -81,12 +94,18 @@ class _Lowering(fx.Interpreter):
 
     def _lower(self, operator: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         assert self._node is not None
-        chosen = choose(operator, self.profile, *args, **kwargs)
-        if chosen is None:
-            raise TargetError(f"k31::{operator} has no lowering for {self.profile.name}", where=source_line(self._node))
-        lowering, decision = chosen
+        try:
+            lowering, decision = choose(operator, self.profile, *args, **kwargs)
+        except TargetError as error:
+            raise TargetError(error.what, source_line(self._node), error.hint) from error
         self.decisions.append(decision)
-        return lowering.run(self.profile, *args, **kwargs)
+        found = self.places.get(self._node)
+        place = None if found is None else Place(self.env[found.cache], self.env[found.rows])
+        with states_lie_in(place):
+            result = lowering.run(self.profile, *args, **kwargs)
+        if place is not None and place.taken and found is not None:
+            self._needless.add(found.write)
+        return result
 
     def _write_rows(self, args: Sequence[Any]) -> Any:
         """A write of rows into a cache, or into a view of one that joins its first dimensions, as one scatter in place.

@@ -15,6 +15,9 @@ class Profile:
         soc_version: torch_npu's number of it; meta functions and converters branch on it.
         cann: the CANN version that graphs are made for.
         super_kernels: whether GE merges operators of one scope into a kernel (documented for A2 and A3 alone).
+        path: "ge" for a GE graph, which runs what has a converter; "npugraph_ex" for one that runs any operator.
+        may_round: whether an operator may be given or give bfloat16 where the model computes in float32.
+        own_operators: operators of ours that a custom-op package on the device provides (own_operators.py).
 
     """
 
@@ -23,6 +26,9 @@ class Profile:
     soc_version: int
     cann: str
     super_kernels: bool
+    path: str = "ge"
+    may_round: bool = False
+    own_operators: frozenset[str] = frozenset()
 
 
 PROFILES = {

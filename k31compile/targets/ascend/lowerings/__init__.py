@@ -4,4 +4,10 @@ Formulas are functional (no copy into a result), so that every part has a GE con
 operators' references.
 """
 
-from k31compile.targets.ascend.lowerings import attention, delta_rule, depth, experts, norms  # noqa: F401
+import k31compile.targets.ascend.lowerings.attention
+import k31compile.targets.ascend.lowerings.delta_chunk
+import k31compile.targets.ascend.lowerings.delta_providers
+import k31compile.targets.ascend.lowerings.delta_rule
+import k31compile.targets.ascend.lowerings.depth
+import k31compile.targets.ascend.lowerings.experts
+import k31compile.targets.ascend.lowerings.norms  # noqa: F401

@@ -8,17 +8,21 @@ from torch import Tensor
 from k31compile.kernels.checks import accumulation_dtype
 from k31compile.kernels.visibility import masked_out, visible_lengths
 from k31compile.targets.ascend.constraints import (
+    WEIGHT_PARTS,
+    indexer_heads,
     lightning_indexer_objections,
     sparse_flash_attention_objections,
     split_heads,
+    takes_indexer_weights,
 )
-from k31compile.targets.ascend.lowerings.registry import FORMULA, TORCH_NPU, lowers
+from k31compile.targets.ascend.lowerings.registry import FORMULA, TORCH_NPU, known, lowers
 from k31compile.targets.ascend.profiles import Profile
+from k31compile.targets.ascend.providers import CANN_OPS_TRANSFORMER
 
 
-@lowers("lightning_indexer", TORCH_NPU, lightning_indexer_objections)
+@lowers("lightning_indexer", TORCH_NPU, lightning_indexer_objections, calls="npu_lightning_indexer")
 def index_by_torch_npu(
-    _profile: Profile,
+    profile: Profile,
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -32,6 +36,7 @@ def index_by_torch_npu(
 ) -> Tensor:
     """npu_lightning_indexer, every row a request of its own with the length that it sees."""
     batch, rows = query.shape[:2]
+    query, weights = _heads_of_the_product(profile, query, weights)
     lengths, tables = _rows_as_requests(
         query, key, block_table, actual_seq_lengths_query, actual_seq_lengths_key, sparse_mode
     )
@@ -78,14 +83,25 @@ def index_by_formula(
     places = ranked.masked_fill(hidden.gather(-1, ranked), limit)
     if order == "position":
         places = places.sort(dim=-1).values
-    places = places.masked_fill(places == limit, -1).to(torch.int32)
+    rest = torch.full_like(places, -1) if tail == "minus_one" else _lowest_hidden(hidden, places.shape[-1])
+    places = torch.where(places == limit, rest, places).to(torch.int32)
     missing = sparse_count - places.shape[-1]
     if missing > 0:
         places = torch.cat((places, places.new_full((batch, rows, missing), -1)), dim=-1)
     return places[:, :, None]
 
 
-@lowers("sparse_flash_attention", TORCH_NPU, sparse_flash_attention_objections)
+def _lowest_hidden(hidden: Tensor, count: int) -> Tensor:
+    """[B, T, count]: behind as many slots as a row sees positions, those that it does not see, ascending."""
+    limit = hidden.shape[-1]
+    place, slot = torch.arange(limit, device=hidden.device), torch.arange(count, device=hidden.device)
+    seen = ~hidden
+    hidden_first = torch.remainder((place + seen.to(torch.int64) * limit).sort(dim=-1).values, limit)
+    behind = slot - seen.to(torch.int64).sum(-1, keepdim=True)
+    return hidden_first.gather(-1, behind.clamp(0, limit - 1))
+
+
+@lowers("sparse_flash_attention", TORCH_NPU, sparse_flash_attention_objections, calls="npu_sparse_flash_attention")
 def attend_by_torch_npu(
     profile: Profile,
     query: Tensor,
@@ -166,6 +182,34 @@ def attend_by_formula(
     return torch.einsum("btnhk,btknd->btnhd", weights, read).flatten(2, 3).to(query.dtype)
 
 
+def _heads_of_the_product(profile: Profile, query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and weights with as many heads, and of a dtype, as the product's indexer takes."""
+    heads = indexer_heads(profile, query.shape[2], weights.dtype)
+    if not takes_indexer_weights(profile, weights.dtype):
+        parts = [weights.to(torch.bfloat16)] if profile.may_round else bfloat16_parts(weights)
+        weights = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+        query = torch.cat([query] * len(parts), dim=2) if len(parts) > 1 else query
+    assert heads is not None
+    missing = heads - query.shape[2]
+    if missing:
+        query = torch.cat((query, query.new_zeros((*query.shape[:2], missing, query.shape[3]))), dim=2)
+        weights = torch.cat((weights, weights.new_zeros((*weights.shape[:2], missing))), dim=2)
+    return query, weights
+
+
+def bfloat16_parts(x: Tensor) -> list[Tensor]:
+    """Three bfloat16 tensors whose sum is a float32 one: each is what the ones before it leave, rounded.
+
+    Exact down to the smallest numbers: what is below 2^-133 is rounded away.
+    """
+    parts: list[Tensor] = []
+    rest = x
+    for _ in range(WEIGHT_PARTS):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].to(x.dtype)
+    return parts
+
+
 def _rows_as_requests(
     query: Tensor,
     key: Tensor,
@@ -199,3 +243,9 @@ def _rows_of(cache: Tensor, index: Tensor) -> Tensor:
     flat = cache.flatten(2)
     named = index.view(batch, -1, 1).expand(batch, rows * count, flat.shape[2])
     return flat.gather(1, named).view(batch, rows, count, *cache.shape[2:])
+
+
+known(
+    "lightning_indexer", CANN_OPS_TRANSFORMER, "lightning_indexer",
+    "its limits were not found written anywhere, and torch_npu has the operator",
+)  # fmt: skip

@@ -1,9 +1,6 @@
-"""Short convolution, delta rule and a KDA layer's core as formulas, token by token (K3.1 spec 2.3 to 2.6).
+"""Short convolution, delta rule and a KDA layer's core as formulas (K3.1 spec 2.3 to 2.6)."""
 
-torch_npu's npu_recurrent_gated_delta_rule keeps its state in bfloat16, and K3.1's is float32.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +8,16 @@ from torch import Tensor
 
 from k31compile.kernels.checks import accumulation_dtype
 from k31compile.kernels.delta_checks import KEY_FIRST
+from k31compile.targets.ascend.lowerings.delta_chunk import kda_chunk, too_long
 from k31compile.targets.ascend.lowerings.norms import gated_rms_norm
-from k31compile.targets.ascend.lowerings.registry import FORMULA, lowers
+from k31compile.targets.ascend.lowerings.registry import FORMULA, Decision, choose, lowers
+from k31compile.targets.ascend.profiles import Profile
 
-MOST_TOKENS = 64
-"""Up to this many tokens a recurrence is written out; longer ones have no lowering yet."""
-
-
-def _too_long(_profile: Any, query: Tensor, *_args: Any, **_kwargs: Any) -> Sequence[str]:
-    tokens = query.shape[1]
-    return [f"{tokens} tokens in one call, at most {MOST_TOKENS} are written out"] if tokens > MOST_TOKENS else ()
+MOST_TOKENS = 8
+"""Up to this many tokens a recurrence is written out token by token; a longer one runs in chunks."""
 
 
-@lowers("kda_recurrent", FORMULA, _too_long)
+@lowers("kda_recurrent", FORMULA, too_long)
 def kda_recurrent(
     query: Tensor,
     key: Tensor,
@@ -36,6 +30,11 @@ def kda_recurrent(
     state_layout: str = "KV",
 ) -> tuple[Tensor, Tensor]:
     """S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = scale S^T q, for each token and head."""
+    if query.shape[1] > MOST_TOKENS:
+        chunked: tuple[Tensor, Tensor] = kda_chunk(
+            query, key, value, gate, beta, initial_state, scale=scale, state_layout=state_layout
+        )
+        return chunked
     wide = accumulation_dtype(query, key, value, gate, beta, initial_state)
     q, k, v, g, b, state = (x.to(wide) for x in (query, key, value, gate, beta, initial_state))
     key_dim, value_dim = (-2, -1) if state_layout == KEY_FIRST else (-1, -2)
@@ -49,7 +48,7 @@ def kda_recurrent(
     return torch.stack(outputs, dim=1), state
 
 
-@lowers("gated_delta_recurrent", FORMULA, _too_long)
+@lowers("gated_delta_recurrent", FORMULA, too_long)
 def gated_delta_recurrent(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor, initial_state: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
@@ -91,11 +90,35 @@ def short_conv(
 
 
 def _mega_too_long(_profile: Any, x: Sequence[Tensor], *_args: Any, **_kwargs: Any) -> Sequence[str]:
-    return _too_long(_profile, x[0])
+    return too_long(_profile, x[0])
 
 
-@lowers("mega_kda", FORMULA, _mega_too_long)
-def mega_kda(
+def _core(profile: Profile, x: Sequence[Tensor], *args: Any, **options: Any) -> tuple[Decision, ...]:
+    """How the recurrence inside of a layer's core runs: the choice for operands of the shapes that it will have."""
+    raw_gate, state, out_gate = args[2], args[6], args[7]
+    wide = accumulation_dtype(*x, *args[0], *(args[1] or ()), *(t for t in args[2:9] if t is not None))
+    rows, heads, width = raw_gate.shape[:2], raw_gate.shape[2], raw_gate.shape[3]
+    key = raw_gate.new_empty((*rows, heads, width), dtype=wide)
+    value = raw_gate.new_empty((*rows, heads, out_gate.shape[3]), dtype=x[0].dtype)
+    beta = raw_gate.new_empty((*rows, heads), dtype=wide)
+    kept = {name: options[name] for name in ("scale", "state_layout") if name in options}
+    return (choose("kda_recurrent", profile, key, key, value, key, beta, state, **kept)[1],)
+
+
+@lowers("mega_kda", FORMULA, _mega_too_long, parts=_core)
+def mega_kda(profile: Profile, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's core with the recurrence that the product has."""
+
+    def recur(*operands: Tensor, **kept: Any) -> tuple[Tensor, Tensor]:
+        chosen, _ = choose("kda_recurrent", profile, *operands, **kept)
+        made: tuple[Tensor, Tensor] = chosen.run(profile, *operands, **kept)
+        return made
+
+    return around_recurrence(recur, *args, **options)
+
+
+def around_recurrence(
+    recur: Callable[..., tuple[Tensor, Tensor]],
     x: Sequence[Tensor],
     conv_weight: Sequence[Tensor],
     conv_state: Sequence[Tensor] | None,
@@ -133,10 +156,8 @@ def mega_kda(
     query, key, value = (stream.unflatten(-1, (heads, -1)) for stream in streams)
     gate = log_decay(raw_gate, a_log, dt_bias, lower_bound, wide)
     beta = torch.sigmoid(raw_beta.to(wide)).to(beta_dtype or wide).to(wide) * beta_factor
-    core, last = kda_recurrent(
-        _unit(query.to(wide), l2_eps), _unit(key.to(wide), l2_eps), value, gate, beta, state,
-        scale=scale, state_layout=state_layout,
-    )  # fmt: skip
+    operands = (_unit(query.to(wide), l2_eps), _unit(key.to(wide), l2_eps), value, gate, beta, state)
+    core, last = recur(*operands, scale=scale, state_layout=state_layout)
     result = gated_rms_norm(
         core.to(core_dtype or wide), out_gate, norm_weight, eps=norm_eps, activation=norm_activation,
         norm_before_gate=norm_before_gate, weight_cast=weight_cast, dtype=dtype or core_dtype or wide,

@@ -1,4 +1,4 @@
-"""Attention residuals as formulas (K3.1 spec 2.2): no vendor has an operator of them."""
+"""Attention residuals as formulas (K3.1 spec 2.2)."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,14 @@ from torch import Tensor
 from k31compile.kernels.attn_res_arguments import Prepare
 from k31compile.kernels.checks import accumulation_dtype
 from k31compile.targets.ascend.lowerings.norms import inverse_rms
-from k31compile.targets.ascend.lowerings.registry import FORMULA, lowers
+from k31compile.targets.ascend.lowerings.registry import FORMULA, known, lowers
+from k31compile.targets.ascend.providers import VLLM_ASCEND
+
+for _operator in ("attn_res_prepare", "attn_res_update"):
+    known(
+        _operator, VLLM_ASCEND, "ops.triton.kimi_k3.attention_residual.apply_attn_res",
+        "mixes bank and running sum in one call, and this graph has read the bank ahead for all sub-layers at once",
+    )  # fmt: skip
 
 
 @lowers("attn_res_prepare", FORMULA)

@@ -14,7 +14,7 @@ from k31compile.targets.ascend.lowerings.registry import FORMULA, TORCH_NPU, low
 from k31compile.targets.ascend.profiles import Profile
 
 
-@lowers("moe_gating_top_k", TORCH_NPU, moe_gating_top_k_objections)
+@lowers("moe_gating_top_k", TORCH_NPU, moe_gating_top_k_objections, calls="npu_moe_gating_top_k")
 def gate_by_torch_npu(_profile: Profile, x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
     """npu_moe_gating_top_k with a sigmoid: choose by score and bias, weigh by the score alone."""
     gating = Gating(**options)
@@ -64,7 +64,7 @@ def _objections_to_grouped_matmul(
     return found
 
 
-@lowers("grouped_experts", TORCH_NPU, _objections_to_grouped_matmul)
+@lowers("grouped_experts", TORCH_NPU, _objections_to_grouped_matmul, calls="npu_grouped_matmul")
 def experts_by_grouped_matmul(
     _profile: Profile,
     x: Tensor,

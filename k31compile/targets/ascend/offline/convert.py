@@ -15,12 +15,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 STREAM = "_user_stream_label"
 SUPER_KERNEL = "_super_kernel_scope"
+SUPER_KERNEL_OPTIONS = "_super_kernel_options"
 _NOT_OPERATORS = ("Data", "Const", "NetOutput", "RefData")
 
 
 @dataclass(frozen=True)
 class GeNode:
-    """One operator of the GE graph: name and type, whom it reads and waits for, its stream and super kernel."""
+    """One operator of the GE graph: name and type, whom it reads and waits for, its stream and its super kernel."""
 
     name: str
     type: str
@@ -28,6 +29,7 @@ class GeNode:
     waits_for: tuple[str, ...]
     stream: str
     super_kernel: str
+    super_kernel_options: str
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def _read(node: Any) -> GeNode:
         waits_for=tuple(name.split(":")[0] for name in inputs if name.endswith(":-1")),
         stream=_attribute(node, STREAM),
         super_kernel=_attribute(node, SUPER_KERNEL),
+        super_kernel_options=_attribute(node, SUPER_KERNEL_OPTIONS),
     )
 
 

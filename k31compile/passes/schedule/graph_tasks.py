@@ -1,0 +1,67 @@
+"""A graph as tasks of a schedule: what each node costs by a target's figures, and what memory it touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from k31compile.graph.views import COPIES, is_view
+from k31compile.passes.schedule.cost_model import CostModel
+from k31compile.passes.schedule.tasks import Task, enclose
+from k31compile.passes.schedule.work import work_of
+
+
+def tasks_of(module: fx.GraphModule, costs: CostModel) -> list[Task]:
+    """Every call of the graph that launches something, under its node's name, between an entry and a return.
+
+    A view launches nothing: who reads it reads the value, or the input, that it is a view of. Memory has the name of
+    the input that it belongs to, or of the value whose result it is.
+    """
+    owners: dict[fx.Node, str] = {}
+    made: dict[str, None] = {}
+    tasks: list[Task] = []
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            owners[node] = node.name
+        elif node.op != "call_function":
+            continue
+        elif is_part_of_its_source(node):
+            owners[node] = owners[node.all_input_nodes[0]]
+        else:
+            tasks.append(_task(node, owners, made, costs))
+            # What is written in place is handed back under another name and is the same memory.
+            first = next(written_by(node), None)
+            owners[node] = node.name if first is None else owners[first]
+            made[node.name] = None
+    return enclose(tasks)
+
+
+def is_part_of_its_source(node: fx.Node) -> bool:
+    """Whether a node launches nothing: a view, or a part of a result of several."""
+    return is_view(node) and node.target not in COPIES and bool(node.all_input_nodes)
+
+
+def written_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments that a node writes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
+
+
+def _task(node: fx.Node, owners: dict[fx.Node, str], made: Iterable[str], costs: CostModel) -> Task:
+    work = work_of(node)
+    touched = dict.fromkeys(owners[source] for source in node.all_input_nodes)
+    return Task(
+        node.name,
+        costs.seconds_of(work.flops, work.bytes_moved, work.engine),
+        work.engine,
+        reads=tuple(name for name in touched if name not in made),
+        writes=tuple(dict.fromkeys(owners[source] for source in written_by(node))),
+        inputs=tuple(name for name in touched if name in made),
+    )

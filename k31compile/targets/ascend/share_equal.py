@@ -1,0 +1,68 @@
+"""Equal calls become one: lowerings each make their own coordinates, lengths and constants, layer after layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from k31compile.graph.views import is_view
+from k31compile.passes.schedule.graph_tasks import written_by
+
+
+def share_equal_calls(graph: fx.Graph) -> int:
+    """Let the readers of a call read its first equal, and return how many calls went away.
+
+    Two calls are equal where operator and arguments are, and nothing that either could read is ever written: neither a
+    cache that the graph writes nor a view of one. What leaves the graph stays, and so does what is drawn at random.
+    """
+    written = _written_memory(graph)
+    known: dict[Any, fx.Node] = {}
+    gone = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _is_pure(node) or written.intersection((node, *node.all_input_nodes)):
+            continue
+        if any(user.op == "output" for user in node.users):
+            continue
+        first = known.setdefault(_key(node), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            gone += 1
+    return gone
+
+
+def _written_memory(graph: fx.Graph) -> set[fx.Node]:
+    """Every node whose memory the graph writes: what is written, what it is a view of, and all other views of that."""
+    written = {_base(node) for call in graph.nodes for node in written_by(call)}
+    changed = True
+    while changed:
+        more = {node for node in graph.nodes if _base(node) in written or written.intersection(_in_place(node))}
+        changed = not more <= written
+        written |= more
+    return written
+
+
+def _in_place(node: fx.Node) -> list[fx.Node]:
+    return list(written_by(node)) if node.op == "call_function" else []
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", "") == "getitem"
+    is_made_anew = target.namespace == "aten" and target._opname.startswith(("empty", "new_empty"))
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return not (target._schema.is_mutable or is_random or is_made_anew or target.namespace == "air")
+
+
+def _key(node: fx.Node) -> Any:
+    # By repr: arguments hold lists, and 1, 1.0 and True are equal but give tensors of other dtypes.
+    return node.target, repr(node.args), repr(sorted(node.kwargs.items()))
