@@ -9,14 +9,14 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from emulated import Emulated  # noqa: E402
+from emulated import Emulated
 
-import k31compile  # noqa: E402
-from k31compile.errors import TargetError  # noqa: E402
-from k31compile.targets.ascend import device  # noqa: E402
-from k31compile.targets.ascend.offline.session import open_session  # noqa: E402
-from k31compile.targets.ascend.profiles import profile_of  # noqa: E402
-from k31compile.weights import ascend  # noqa: E402
+import k31compile
+from k31compile.errors import TargetError
+from k31compile.targets.ascend import device
+from k31compile.targets.ascend.offline.session import open_session
+from k31compile.targets.ascend.profiles import profile_of
+from k31compile.weights import ascend
 
 
 class Layer(nn.Module):
@@ -100,7 +100,7 @@ def test_streams_1_writes_no_scope(npu):
 def test_without_an_npu_the_error_says_what_to_do(monkeypatch):
     open_session(profile_of("ascend-a3"))
     monkeypatch.setattr(torch.npu, "is_available", lambda: False)
-    with torch.no_grad(), pytest.raises(Exception, match="needs an NPU, and there is none.*--offline"):
+    with torch.no_grad(), pytest.raises(Exception, match=r"needs an NPU, and there is none.*--offline"):
         compiled(Layer().eval())(torch.randn(4, 64))
 
 
