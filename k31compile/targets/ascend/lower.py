@@ -19,6 +19,7 @@ from k31compile.graph.sizes import value_of
 from k31compile.graph.source import source_line
 from k31compile.graph.views import is_view
 from k31compile.targets.ascend.decompositions import decomposition_table
+from k31compile.targets.ascend.fuse_rms_norm import fuse_rms_norms
 from k31compile.targets.ascend.indexer_weights import narrow_indexer_weights
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
 from k31compile.targets.ascend.own_operators import Place, states_lie_in
@@ -49,8 +50,9 @@ def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
     with FakeTensorMode(), torch.no_grad():
         inputs = tuple(_like(value_of(node)) for node in module.graph.find_nodes(op="placeholder"))
         lowered = make_fx(lowering.run, decomposition_table=decomposition_table(), tracing_mode="real")(*inputs)
+        share_equal_calls(lowered.graph)
+        fuse_rms_norms(lowered.graph, profile)
     _move_constants(lowered.graph)
-    share_equal_calls(lowered.graph)
     lowered.graph.eliminate_dead_code()
     lowered.recompile()
     return Lowered(lowered, inputs, tuple(lowering.decisions))
