@@ -6,6 +6,7 @@
 is the interquartile range of that over its median. Tasks are scheduled by what they were measured to take on one
 stream, and with the seconds that an event between two threads takes here, measured too. Both columns run the same
 executor, so what Python adds to each operator is in both; `plain` is the graph as it is, without the executor.
+`plain_threads` is what two threads gain on the products of the first case without any executor: what the machine gives.
 """
 
 import argparse
@@ -108,6 +109,26 @@ def event_seconds() -> float:
     return statistics.median(took)
 
 
+def plain_threads(size: int, length: int, seconds: float) -> float:
+    """What two threads gain over one on two chains of products without any executor: what the machine has to give."""
+    chains = [torch.randn(size, size) / size**0.5 for _ in range(2)]
+
+    def work(weight: torch.Tensor) -> None:
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            value = weight
+            for _ in range(length):
+                value = value @ weight
+
+    def beside() -> None:
+        other = threading.Thread(target=work, args=(chains[1],))
+        other.start()
+        work(chains[0])
+        other.join()
+
+    return statistics.median(alternate(beside, lambda: [work(chain) for chain in chains], seconds))
+
+
 def on_one_stream(graph: TaskGraph, event: float) -> Schedule:
     return schedule_tasks(graph, event, streams=1)
 
@@ -185,9 +206,15 @@ def main() -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     event = event_seconds()
+    plain = round(plain_threads(768, 12, options.seconds), 3)
     with torch.no_grad():
         rows = [row for name in options.case or CASES for row in measure(name, event, options.seconds)]
-    report = {"event_seconds": event, "rows": [asdict(row) for row in rows], "versions": {"torch": torch.__version__}}
+    report = {
+        "event_seconds": event,
+        "plain_threads": plain,
+        "rows": [asdict(row) for row in rows],
+        "versions": {"torch": torch.__version__},
+    }
     text = json.dumps(report, indent=1)
     if options.output:
         options.output.write_text(text + "\n")

@@ -234,3 +234,24 @@ def test_inference_mode_reaches_every_stream():
     expected = run_eagerly(module)
     with torch.inference_mode():
         assert same(run_scheduled(run), expected)
+
+
+def test_the_operators_of_every_stream_use_the_caller_s_number_of_threads():
+    """Asked of OpenMP itself: torch answers with what it would set before the first loop of its own."""
+    import ctypes
+
+    max_threads = ctypes.CDLL(None).omp_get_max_threads
+    seen = {}
+    schedule = Schedule(
+        (("exp", "neg", "add"), ("tanh",)), (("exp", "tanh"), ("tanh", "add")), (("exp", 1), ("tanh", 0)), {},
+        0.0, 0.0, 0.0, 0.0,
+    )  # fmt: skip
+    run = ScheduledModule(crossing(), schedule, watch=lambda number, name: seen.update({number: max_threads()}))
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2, 1):
+            torch.set_num_threads(count)
+            run(torch.zeros(64))
+            assert seen == {0: count, 1: count}
+    finally:
+        torch.set_num_threads(before)

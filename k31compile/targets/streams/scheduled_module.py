@@ -68,13 +68,12 @@ class ScheduledModule:
         """
         with self._turn:
             run = _Run(self._cut, self._watch, Values(self._cut.given(inputs), self._uses, self._poison))
-            is_inference = torch.is_inference_mode_enabled()
             others = [
-                self._workers.submit(contextvars.copy_context().run, run.stream, number, is_inference)
+                self._workers.submit(contextvars.copy_context().run, run.beside, number)
                 for number in range(1, len(self.plan.streams))
             ]
             if self.plan.streams:
-                run.stream(0, is_inference)
+                run.stream(0)
             wait(others)
             if run.failure is not None:
                 raise run.failure
@@ -96,10 +95,22 @@ class _Run:
         self.launched = [0] * len(cut.plan.streams)
         self._cut, self._watch = cut, watch
         self._events = {name: threading.Event() for name in cut.plan.awaited}
+        self._is_inference = torch.is_inference_mode_enabled()
+        self._threads = torch.get_num_threads()
 
-    def stream(self, number: int, is_inference: bool) -> None:
+    def beside(self, number: int) -> None:
+        """Do a stream on a thread of its own, whose operators use as many threads as those of the caller do.
+
+        A thread that was never asked takes every core for a product, and then two streams stand in each other's way;
+        asking is what makes torch hand its number on to OpenMP.
+        """
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        self.stream(number)
+
+    def stream(self, number: int) -> None:
         """Do all of a stream's units, each when those that it waits for have ended."""
-        with torch.inference_mode(is_inference), torch.no_grad():
+        with torch.inference_mode(self._is_inference), torch.no_grad():
             for unit in self._cut.plan.streams[number]:
                 for other in unit.waits:
                     self._events[other].wait()
