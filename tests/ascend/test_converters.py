@@ -1,10 +1,16 @@
 """What GE has no converter for is named at once and with its lines; what a formula stands for converts."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emulated import Emulated
 
 from k31compile import Entry
 from k31compile.errors import TargetError
@@ -51,6 +57,23 @@ def test_a_formula_of_ours_converts_whole(name):
     lowered = lower(graph_of(lambda x: (CONVERTED[name](x),), X.clone()), A3)
     assert without_converter(lowered.module.graph) == {}
     assert convert(lowered.module, lowered.inputs).counts()
+
+
+@pytest.mark.parametrize("dim", [0, 1, -2])
+def test_a_write_along_a_dimension_of_a_cache_is_one_scatter_in_place(dim):
+    def program(cache, new):
+        cache.index_copy_(dim, torch.arange(1, 3), new)
+        return (cache * 2,)
+
+    cache, source = torch.randn(4, 5, 3), torch.randn(2, 5, 3) if dim == 0 else torch.randn(4, 2, 3)
+    lowered = lower(graph_of(program, cache.clone(), source), A3)
+    counts = convert(lowered.module, lowered.inputs).counts()
+    assert counts["ScatterNdUpdate"] == 1
+    assert "TensorMove" not in counts
+    ours, theirs = cache.clone(), cache.clone()
+    (got,), (expected,) = Emulated(lowered.module).run(ours, source), program(theirs, source)
+    assert torch.equal(got, expected)
+    assert torch.equal(ours, theirs)
 
 
 def test_none_of_ours_is_converted_without_us():

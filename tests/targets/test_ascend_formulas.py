@@ -5,7 +5,7 @@ import torch
 
 import k31compile.targets.ascend.lowerings  # noqa: F401  (registers them)
 from k31compile.kernels.registry import OPERATORS
-from k31compile.targets.ascend.decompositions import OURS
+from k31compile.targets.ascend.decompositions import OURS, coordinates_along
 from k31compile.targets.ascend.lower import unravel
 from k31compile.targets.ascend.lowerings.registry import FORMULA, LOWERINGS, choose
 from k31compile.targets.ascend.profiles import PROFILES
@@ -215,7 +215,6 @@ FORMULAS = [
     (ATEN.eye.m, (3, 5)),
     (ATEN.index_copy.default, (X, 0, ROWS, -X[:2])),
     (ATEN.index_copy.default, (X, 1, ROWS, -X[:, :2])),
-    (ATEN.index_copy_.default, (X, -1, ROWS, -X[..., :2])),
     (ATEN.cumprod.default, (X / 30, 1)),
     (ATEN.cumprod.default, (X, -1)),
     (ATEN.logcumsumexp.default, (X, 2)),
@@ -259,6 +258,14 @@ def test_coordinates_of_flat_positions(shape):
     whole = torch.arange(-torch.Size(shape).numel(), torch.Size(shape).numel())
     cells = torch.arange(torch.Size(shape).numel()).view(shape)
     assert torch.equal(cells[tuple(unravel(whole, shape).unbind(1))], cells.flatten()[whole])
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_coordinates_along_a_dimension(dim):
+    cells, index = torch.arange(60).view(3, 4, 5), torch.tensor([2, 0])
+    places = coordinates_along(cells.shape[:dim], index)
+    named = cells[tuple(places.unbind(1))]
+    assert torch.equal(named, cells.index_select(dim, index).reshape(named.shape))
 
 
 HALF = {"dtype": torch.bfloat16, "device": "meta"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,8 +74,12 @@ def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return x.scatter(dim, _spread(index, dim, source), source)
 
 
-def _index_copy_in_place(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return x.scatter_(dim, _spread(index, dim, source), source)
+def coordinates_along(shape: Sequence[int], index: Tensor) -> Tensor:
+    """[N, len(shape) + 1]: each position of leading dimensions with each of an index along the next one."""
+    axes = [torch.arange(size, device=index.device) for size in shape] + [index.to(torch.int64)]
+    views = [axis.view([-1 if i == own else 1 for i in range(len(axes))]) for own, axis in enumerate(axes)]
+    whole = [*shape, index.numel()]
+    return torch.stack([view.expand(whole).reshape(-1) for view in views], dim=1)
 
 
 def _spread(index: Tensor, dim: int, source: Tensor) -> Tensor:
@@ -145,7 +149,6 @@ OURS: dict[Any, Callable[..., Any]] = {
     ATEN.eye.default: _eye,
     ATEN.eye.m: _eye,
     ATEN.index_copy.default: _index_copy,
-    ATEN.index_copy_.default: _index_copy_in_place,
     ATEN.cumprod.default: _cumprod,
     ATEN.logcumsumexp.default: _logcumsumexp,
     ATEN.histc.default: _histc,

@@ -21,7 +21,7 @@ from k31compile.graph.sizes import value_of
 from k31compile.graph.source import source_line
 from k31compile.graph.views import is_view
 from k31compile.targets.ascend.converters import refuse_without_converter
-from k31compile.targets.ascend.decompositions import decomposition_table
+from k31compile.targets.ascend.decompositions import coordinates_along, decomposition_table
 from k31compile.targets.ascend.indexer_weights import narrow_indexer_weights
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
 from k31compile.targets.ascend.own_operators import Place, states_lie_in
@@ -87,8 +87,12 @@ class _Lowering(fx.Interpreter):
             return self._lower(target._opname, args, kwargs)
         if self._node in self._needless:
             return args[0]
-        if target is ATEN.index_put_.default:
-            written = self._write_rows(args)
+        write = {
+            ATEN.index_put_.default: lambda *one: self._write_rows(one),
+            ATEN.index_copy_.default: self._write_along,
+        }
+        if target in write:
+            written = write[target](*args)
             if written is not None:
                 return written
         return super().call_function(target, args, kwargs)
@@ -108,6 +112,16 @@ class _Lowering(fx.Interpreter):
             self._needless.add(found.write)
         # What follows was decided on the strides that the operator itself gives.
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
+
+    def _write_along(self, cache: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+        """A write along one dimension of a cache, as one scatter in place; None where it is no input of the graph."""
+        node = self._node.args[0] if self._node is not None else None
+        if not isinstance(node, fx.Node) or node.op != "placeholder":
+            return None
+        dim %= cache.dim()
+        places = coordinates_along(cache.shape[:dim], index)
+        rows = source.reshape(places.shape[0], *cache.shape[dim + 1 :]).to(cache.dtype)
+        return torch.ops.npu.npu_scatter_nd_update_(cache, places, rows)
 
     def _write_rows(self, args: Sequence[Any]) -> Any:
         """A write of rows into a cache, or into a view of one that joins its first dimensions, as one scatter in place.
