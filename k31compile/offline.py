@@ -30,6 +30,7 @@ from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.profiles import Profile, profile_of
 from k31compile.targets.ascend.streams import write_streams
 from k31compile.targets.ascend.super_kernels import Merging, merge_launches
+from k31compile.timeline.page import Planned, page, trace_text
 from k31compile.weights.by_graph import names_of
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class OfflineGraph:
     profile: Profile
     lowered: Lowered
     ge: GeGraph
+    tasks: TaskGraph
     merging: Merging
     nz: tuple[NzDecision, ...]
     versions: dict[str, str]
@@ -83,12 +85,15 @@ class OfflineGraph:
         }
 
     def write(self, folder: Path) -> list[Path]:
-        """Write graph.pbtxt, fx.txt, schedule.json and report.json, and return their paths."""
+        """Write the graphs, the schedule with its drawing and trace, and report.json, and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
+        planned = Planned(self.name, self.tasks, self.schedule, load_costs(self.profile.name))
         texts = {
             "graph.pbtxt": self.ge.text(),
             "fx.txt": f"{self.lowered.module.graph}\n",
             "schedule.json": json.dumps(self.schedule.to_dict(), indent=1) + "\n",
+            "timeline.html": page(planned),
+            "trace.json": trace_text([planned]),
             "report.json": json.dumps(self.to_dict(), indent=1) + "\n",
         }
         for name, text in texts.items():
@@ -123,7 +128,7 @@ def compile_offline(entry: Entry, target: str, streams: int = 4, super_kernel: b
     write_streams(lowered.module, merging.schedule)
     ge = convert(lowered.module, lowered.inputs)
     mark_formats(ge.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
-    return OfflineGraph(entry.name, arguments, profile, lowered, ge, merging, nz, session.versions)
+    return OfflineGraph(entry.name, arguments, profile, lowered, ge, tasks, merging, nz, session.versions)
 
 
 def _named(decisions: list[NzDecision], model: Any, tensors: Sequence[Any]) -> tuple[NzDecision, ...]:
