@@ -16,7 +16,9 @@ from torch import nn
 
 from k31compile.backend import captured_graph
 from k31compile.passes.layout.nz_weights import NzDecision
+from k31compile.passes.schedule.cost_model import load_costs
 from k31compile.passes.schedule.schedule import Schedule
+from k31compile.passes.schedule.tasks import TaskGraph
 from k31compile.store import atomic_write
 from k31compile.targets.ascend.lower import Lowered
 from k31compile.targets.ascend.offline.convert import GeGraph, convert
@@ -26,6 +28,7 @@ from k31compile.targets.ascend.prepare import prepare
 from k31compile.targets.ascend.profiles import Profile, profile_of
 from k31compile.targets.ascend.streams import write_streams
 from k31compile.targets.ascend.super_kernels import Merging
+from k31compile.timeline.page import Planned, page, trace_text
 from k31compile.weights.by_graph import names_of
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ class OfflineGraph:
     profile: Profile
     lowered: Lowered
     ge: GeGraph
+    tasks: TaskGraph
     merging: Merging
     nz: tuple[NzDecision, ...]
     versions: dict[str, str]
@@ -79,12 +83,15 @@ class OfflineGraph:
         }
 
     def write(self, folder: Path) -> list[Path]:
-        """Write graph.pbtxt, fx.txt, schedule.json and report.json, and return their paths."""
+        """Write the graphs, the schedule with its drawing and trace, and report.json, and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
+        planned = Planned(self.name, self.tasks, self.schedule, load_costs(self.profile.name))
         texts = {
             "graph.pbtxt": self.ge.text(),
             "fx.txt": f"{self.lowered.module.graph}\n",
             "schedule.json": json.dumps(self.schedule.to_dict(), indent=1) + "\n",
+            "timeline.html": page(planned),
+            "trace.json": trace_text([planned]),
             "report.json": json.dumps(self.to_dict(), indent=1) + "\n",
         }
         for name, text in texts.items():
@@ -112,7 +119,7 @@ def compile_offline(entry: Entry, target: str, streams: int = 4, super_kernel: b
     write_streams(lowered.module, merging.schedule)
     ge = convert(lowered.module, lowered.inputs)
     mark_formats(ge.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
-    return OfflineGraph(entry.name, arguments, profile, lowered, ge, merging, nz, session.versions)
+    return OfflineGraph(entry.name, arguments, profile, lowered, ge, prepared.tasks, merging, nz, session.versions)
 
 
 def _named(decisions: Sequence[NzDecision], model: Any, tensors: Sequence[Any]) -> tuple[NzDecision, ...]:
