@@ -207,10 +207,21 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
         capture.graph, capture.inputs = rewritten, tuple(example_inputs)
         raise _GraphCaptured
     start = time.perf_counter()
-    compiled = compile_for_cpu(rewritten, example_inputs, options, report)
+    compiled = _compile_for_target(rewritten, example_inputs, options, report)
     report.phases["codegen"] = time.perf_counter() - start
     report.cache["why"] = "kept by Inductor's own caches" if options.cache else "cache=False"
     return compiled
+
+
+def _compile_for_target(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
+) -> Compiled:
+    if not str(options.target).startswith("ascend"):
+        return compile_for_cpu(module, example_inputs, options, report)
+    # It brings the cost models and the converters' tables along.
+    from k31compile.targets.ascend.device import compile_for_ascend
+
+    return compile_for_ascend(module, example_inputs, options, report)
 
 
 def _tell_of_leaves(module: fx.GraphModule, report: Report) -> None:

@@ -15,21 +15,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from k31compile.backend import captured_graph
-from k31compile.passes.layout.nz_weights import NzDecision, decide_nz_weights
+from k31compile.passes.layout.nz_weights import NzDecision
 from k31compile.passes.schedule.cost_model import load_costs
-from k31compile.passes.schedule.graph_tasks import tasks_of
 from k31compile.passes.schedule.schedule import Schedule
-from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.tasks import TaskGraph
-from k31compile.passes.schedule.verify_schedule import verify_schedule
 from k31compile.store import atomic_write
-from k31compile.targets.ascend.lower import Lowered, lower
+from k31compile.targets.ascend.lower import Lowered
 from k31compile.targets.ascend.offline.convert import GeGraph, convert
 from k31compile.targets.ascend.offline.formats import mark_formats
 from k31compile.targets.ascend.offline.session import open_session
+from k31compile.targets.ascend.prepare import prepare
 from k31compile.targets.ascend.profiles import Profile, profile_of
 from k31compile.targets.ascend.streams import write_streams
-from k31compile.targets.ascend.super_kernels import Merging, merge_launches
+from k31compile.targets.ascend.super_kernels import Merging
+from k31compile.timeline.page import Planned, page, trace_text
 from k31compile.weights.by_graph import names_of
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ class OfflineGraph:
     profile: Profile
     lowered: Lowered
     ge: GeGraph
+    tasks: TaskGraph
     merging: Merging
     nz: tuple[NzDecision, ...]
     versions: dict[str, str]
@@ -83,12 +83,15 @@ class OfflineGraph:
         }
 
     def write(self, folder: Path) -> list[Path]:
-        """Write graph.pbtxt, fx.txt, schedule.json and report.json, and return their paths."""
+        """Write the graphs, the schedule with its drawing and trace, and report.json, and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
+        planned = Planned(self.name, self.tasks, self.schedule, load_costs(self.profile.name))
         texts = {
             "graph.pbtxt": self.ge.text(),
             "fx.txt": f"{self.lowered.module.graph}\n",
             "schedule.json": json.dumps(self.schedule.to_dict(), indent=1) + "\n",
+            "timeline.html": page(planned),
+            "trace.json": trace_text([planned]),
             "report.json": json.dumps(self.to_dict(), indent=1) + "\n",
         }
         for name, text in texts.items():
@@ -111,22 +114,15 @@ def compile_offline(entry: Entry, target: str, streams: int = 4, super_kernel: b
     session = open_session(profile)
     with entry.grad_mode():
         module, arguments = captured_graph(entry.model, entry.args, entry.kwargs, target)
-    inputs = module.graph.find_nodes(op="placeholder")
-    parameters = [position for position, node in enumerate(inputs) if node.meta.get("is_parameter", False)]
-    lowered = lower(module, profile)
-    nz = _named(decide_nz_weights(lowered.module.graph, parameters, target, arguments), entry.model, arguments)
-    costs = load_costs(target)
-    tasks = TaskGraph(tasks_of(lowered.module, costs))
-    schedule = schedule_tasks(tasks, costs.event.value, streams)
-    verify_schedule(tasks, schedule)
-    merging = merge_launches(lowered.module, tasks, schedule, costs, profile, super_kernel)
+    prepared = prepare(module, profile, arguments, streams, super_kernel)
+    lowered, merging, nz = prepared.lowered, prepared.merging, _named(prepared.nz, entry.model, arguments)
     write_streams(lowered.module, merging.schedule)
     ge = convert(lowered.module, lowered.inputs)
     mark_formats(ge.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
-    return OfflineGraph(entry.name, arguments, profile, lowered, ge, merging, nz, session.versions)
+    return OfflineGraph(entry.name, arguments, profile, lowered, ge, prepared.tasks, merging, nz, session.versions)
 
 
-def _named(decisions: list[NzDecision], model: Any, tensors: Sequence[Any]) -> tuple[NzDecision, ...]:
+def _named(decisions: Sequence[NzDecision], model: Any, tensors: Sequence[Any]) -> tuple[NzDecision, ...]:
     """The decisions by the names that the model's state dict has, where its parameters are known."""
     names = names_of(model) if isinstance(model, nn.Module) else {}
     return tuple(replace(one, name=names.get(id(tensors[one.position]), [one.name])[0]) for one in decisions)

@@ -45,10 +45,10 @@ _FOREIGN_KEYS = frozenset({"guard_filter_fn"})
 
 # option -> (the values that work, the values that the interface names and that are not built yet)
 _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
-    "target": ((None, "cpu"), ("cuda", "ascend-a3", "ascend-950")),
+    "target": ((None, "cpu", "ascend-a3", "ascend-950"), ("cuda",)),
     "quant": (("none",), ("layered",)),
     "layout": (("auto", "nd", "nz"), ()),
-    "streams": (("auto", 1), (2, 3, 4)),
+    "streams": (("auto", 1, 2, 3, 4), ()),
     "super_kernel": ((True, False), ()),
     "codegen": (("inductor", "ops", "tiered"), ()),
     "strict": ((False, True), ()),
@@ -65,7 +65,7 @@ class Options:
         fuse: "all", or the names of the fusions that may happen (an empty list for none).
         quant: "none"; quantised arithmetic is never chosen silently.
         layout: "auto", "nd" or "nz", the memory layout of weights; on the CPU "nz" packs copies of them for oneDNN.
-        streams: "auto" or 1, how many streams a schedule may use.
+        streams: "auto", or how many streams a schedule may use on an Ascend target, 1 to 4.
         super_kernel: whether launch-bound regions may be merged on targets that can.
         cache: whether compiled graphs may be kept (True) or not (False).
         codegen: "inductor" builds the code around our operators; "ops" runs it as it is, at once; "tiered" runs it at
@@ -104,6 +104,8 @@ class Options:
             if not isinstance(self.cache, str | os.PathLike):
                 _bad_value("cache", self.cache, (True, False))
             _not_built("cache", self.cache, "True and False work today, a path or URL of a store does not")
+        if self.streams in (2, 3, 4) and not str(self.target).startswith("ascend"):
+            _not_built("streams", self.streams, "with target='ascend-a3' or 'ascend-950'; elsewhere 'auto' and 1")
         if self.codegen == "tiered" and self.cache is False:
             raise OptionError("option codegen='tiered' needs cache=True", hint="the child builds into Inductor's cache")
         if self.lock is not None:

@@ -228,10 +228,9 @@ def _merged_schedule(left: dict[str, Any], right: dict[str, Any]) -> dict[str, A
     # Graphs of one call run one after the other: their times and events add up, their streams do not.
     merged = {**left, **right}
     merged["streams"] = max(left["streams"], right["streams"])
-    for key in ("events", "super_kernels", "critical_path", "serial"):
+    for key in ("events", "super_kernels", "critical_path", "serial", "predicted"):
         known = [part[key] for part in (left, right) if part.get(key) is not None]
         merged[key] = sum(known) if known else None
-    merged["predicted"] = right.get("predicted") if left.get("predicted") is None else left["predicted"]
     return merged
 
 

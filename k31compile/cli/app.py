@@ -24,6 +24,7 @@ COMMANDS = {
     "explain": "k31compile.cli.explain:explain",
     "check": "k31compile.cli.check:check",
     "compile": "k31compile.cli.compile:compile",
+    "export": "k31compile.cli.export:export",
     "weights": "k31compile.cli.weights:weights",
     "passes": "k31compile.cli.passes:passes",
     "doctor": "k31compile.cli.doctor:doctor",

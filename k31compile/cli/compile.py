@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +39,7 @@ def compile(
     from k31compile.targets.ascend.profiles import profile_of
 
     profile_of(product)
-    entries = target.load_entries(target_name, "bf16" if _is_shipped(target_name) else None, layers)
+    entries = target.load_entries(target_name, "bf16" if target.is_shipped(target_name) else None, layers)
     made: list[tuple[OfflineGraph, list[Path]]] = []
     with console.progress("compile", len(entries)) as advance:
         for entry in entries:
@@ -49,12 +50,6 @@ def compile(
     console.emit(data, lambda out: _render(made, out))
 
 
-def _is_shipped(name: str) -> bool:
-    from k31compile.cli.entries import SHIPPED
-
-    return name.partition(":")[0] in SHIPPED
-
-
 def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
     for graph, paths in made:
         data = graph.to_dict()
@@ -63,13 +58,8 @@ def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
         streams = ", ".join(f"{name} {count}" for name, count in sorted(data["streams"].items()))
         blocks = sum(decision["is_nz"] for decision in data["nz_weights"])
         out.print(f"GE operators by stream: {streams}; weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
-        kept: dict[tuple[str, str], list[str]] = {}
-        for decision in data["nz_weights"]:
-            if not decision["is_nz"]:
-                kept.setdefault((decision["reason"], decision["remedy"]), []).append(decision["name"])
-        for (reason, remedy), names in kept.items():
-            why = f"{reason}; {remedy}" if remedy else reason
-            out.print(f"  plain: {names[0]} and {len(names) - 1} more: {why}", markup=False, highlight=False)
+        for line in _kept_plain(data["nz_weights"]):
+            out.print(f"  {line}", markup=False, highlight=False)
         schedule = data["schedule"]
         serial, predicted, bound = (schedule[key] * 1e6 for key in ("serial", "predicted", "critical_path"))
         out.print(
@@ -86,6 +76,19 @@ def _merged(data: dict[str, Any]) -> str:
         f"super kernels: {data['regions']} with {data['operators']} operators; predicted, not measured: launches "
         f"{data['launches_before']} -> {data['launches_after']}, {data['predicted'] * 1e6:.0f} us"
     )
+
+
+def _kept_plain(decisions: list[dict[str, Any]]) -> list[str]:
+    """Which weights are not kept in blocks and why: those that differ by the number of their layer in one line."""
+    counts: dict[str, int] = {}
+    for decision in decisions:
+        if not decision["is_nz"]:
+            name = re.sub(r"\.\d+\.", ".*.", decision["name"])
+            # In brackets stands which node of the graph it was.
+            reason = re.sub(r" \(\w+\)", "", decision["reason"])
+            line = f"{name}: {'; '.join(filter(None, (reason, decision['remedy'])))}"
+            counts[line] = counts.get(line, 0) + 1
+    return [f"plain, {count} of them: {line}" if count > 1 else f"plain: {line}" for line, count in counts.items()]
 
 
 def _lowered(decisions: list[dict[str, Any]]) -> Table:

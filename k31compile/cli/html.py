@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from k31compile.cli import region_drawing
 
 if TYPE_CHECKING:
     from k31compile.report import Report
+    from k31compile.timeline.page import Planned
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -24,13 +25,19 @@ th { border-bottom: 2px solid #8888; } td { border-bottom: 1px solid #8884; } td
 _WIDTH = 640
 
 
-def page(title: str, reports: Sequence[tuple[str, Report]]) -> str:
-    """Return the page over one report per entry."""
-    body = "".join(_section(name, report) for name, report in reports)
+def page(title: str, reports: Sequence[tuple[str, Report]], planned: Mapping[str, Planned] | None = None) -> str:
+    """Return the page over one report per entry, with the timeline of each that has a schedule."""
+    body = "".join(_section(name, report) + _timeline((planned or {}).get(name)) for name, report in reports)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
     )
+
+
+def _timeline(planned: Planned | None) -> str:
+    from k31compile.timeline.page import section
+
+    return section(planned) if planned is not None else ""
 
 
 def _section(name: str, report: Report) -> str:

@@ -42,6 +42,11 @@ def load_entries(target: str, dtype: str | None = None, layers: int | None = Non
     return found if dtype is None else [_in_dtype(entry, shipped.DTYPES[dtype]) for entry in found]
 
 
+def is_shipped(target: str) -> bool:
+    """Tell whether a target is an entry that is here, and not a factory."""
+    return target.partition(":")[0] in shipped.SHIPPED
+
+
 def _unknown(target: str) -> UsageError:
     close = difflib.get_close_matches(target, shipped.shipped_names(), n=1, cutoff=0.0)[0]
     names = f"{', '.join(shipped.SHIPPED)}, each also NAME:prefill, NAME:decode"

@@ -88,7 +88,8 @@ def _rule(source: Path, for_target: str, product: str, include: list[str], exclu
     if for_target:
         from k31compile.weights.by_graph import rule_of
 
-        choose = rule_of(target.load_entries(for_target), product, names)
+        dtype = "bf16" if target.is_shipped(for_target) else None
+        choose = rule_of(target.load_entries(for_target, dtype), product, names)
     return with_patterns(choose, include, exclude, names)
 
 

@@ -41,7 +41,7 @@ class Journal:
         found = cls(folder, plan)
         path = folder / JOURNAL
         if not path.exists():
-            others = [entry.name for entry in folder.iterdir()]
+            others = [entry.name for entry in folder.iterdir() if not entry.name.startswith(f".{JOURNAL}.")]
             if others:
                 raise WeightFileError(
                     f"is not empty ({sorted(others)[0]}), and nothing is written over",
@@ -91,11 +91,10 @@ class Journal:
         (self.folder / JOURNAL).unlink(missing_ok=True)
 
     def remove_partial(self) -> None:
-        """Remove what a process that was killed had begun to write: hidden files named after a shard."""
-        for path in self.folder.glob(".*.safetensors.*"):
-            path.unlink(missing_ok=True)
-        for path in self.folder.glob(f".{JOURNAL}.*"):
-            path.unlink(missing_ok=True)
+        """Remove what a process that was killed had begun to write: hidden files, of which a result has none."""
+        for path in self.folder.glob(".*"):
+            if path.name != JOURNAL and path.is_file():
+                path.unlink(missing_ok=True)
 
 
 _REMOVE = "repeat the call that was interrupted, or remove the folder"

@@ -105,5 +105,5 @@ def _to_plain(shard: Shard, tensor: StoredTensor, _: Choose) -> Step:
 def _why_nothing(plan: Plan) -> str:
     if not plan.steps:
         return "it holds no tensors"
-    first = next((step for step in plan.steps if step.reason == _ALREADY), plan.steps[0])
-    return f"{first.tensor.name}: {first.reason}"
+    largest = max(plan.steps, key=lambda step: (step.reason == _ALREADY, step.tensor.nbytes))
+    return f"{largest.tensor.name}, the largest: {largest.reason}"

@@ -104,7 +104,14 @@ def _recur(query, key, value, state, *, beta, scale, actual_seq_lengths, ssm_sta
     return output, state
 
 
+def _rms_norm(x, weight, epsilon):
+    wide = x.float() if x.element_size() == 2 else x
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (wide * scale * weight.to(wide.dtype)).to(x.dtype), scale
+
+
 KERNELS = {
+    "npu_rms_norm": _rms_norm,
     "npu_recurrent_gated_delta_rule_functional": _recur,
     "npu_lightning_indexer": _index,
     "npu_sparse_flash_attention": _attend,

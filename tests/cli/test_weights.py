@@ -78,6 +78,23 @@ def test_wrong_use_is_one_line(file, tmp_path, monkeypatch, k31, argv, code, say
     assert not (tmp_path / "nz").exists()
 
 
+def test_explain_tells_which_weights_stay_plain(tmp_path, k31, k31_json):
+    """Row F1: a layer with one output, and the reason where a person looks for it."""
+    text = "import torch\nfrom torch import nn\nfrom k31compile import Entry\n"
+    text += "def entry():\n    model = nn.Sequential(nn.Linear(64, 33), nn.Linear(33, 1))\n"
+    text += "    return Entry('two', model, (torch.randn(3, 64),))\n"
+    (tmp_path / "two.py").write_text(text)
+    argv = ("explain", f"{tmp_path / 'two.py'}:entry", "--layout")
+    code, data = k31_json(*argv, "nz")
+    assert code == 0
+    assert {row["name"]: row["layout"] for row in data["weights"]} == {"0.weight": "nz", "1.weight": "nd"}
+    code, out, _ = k31(*argv, "nz")
+    assert "weight 1.weight (float32 1x33) stays as it is: a side of [1, 33] is 1" in out
+    code, _, err = k31(*argv, "zn")
+    assert code == 2
+    assert "option 'layout' does not take 'zn'" in err
+
+
 FACTORY = """
 import torch
 from torch import nn

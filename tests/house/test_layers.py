@@ -16,10 +16,12 @@ LAYERS = [
     {"kernels"},
     {"passes"},
     {"targets"},
+    {"timeline"},
     {"cache"},
     {"loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves", "slices"},
     {"backend", "contract", "entry", "explain", "check", "nested", "between_regions", "offline", "weights"},
+    {"onnx_export"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},
     {"__init__"},  # the public face may name everything

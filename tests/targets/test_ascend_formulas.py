@@ -5,7 +5,7 @@ import torch
 
 import k31compile.targets.ascend.lowerings  # noqa: F401  (registers them)
 from k31compile.kernels.registry import OPERATORS
-from k31compile.targets.ascend.decompositions import OURS
+from k31compile.targets.ascend.decompositions import OURS, coordinates_along
 from k31compile.targets.ascend.lower import unravel
 from k31compile.targets.ascend.lowerings.registry import FORMULA, LOWERINGS, choose
 from k31compile.targets.ascend.profiles import PROFILES
@@ -191,25 +191,66 @@ def test_masks_are_kept():
 
 
 X = Draw(5)(3, 4, 5) * 30
+TIED = Draw(6).integers(-3, 3, 4, 9)
+ROWS = torch.tensor([2, 0])
+HOLES = torch.where(Draw(7)(3, 4, 5) > 1, -torch.inf, X / 30)
+ATEN = torch.ops.aten
+FORMULAS = [
+    (ATEN.softplus.default, (X,)),
+    (ATEN.softplus.default, (X, 2.0, 10.0)),
+    (ATEN.amax.default, (X, [1])),
+    (ATEN.amax.default, (X, [0, -1], True)),
+    (ATEN.amax.default, (X,)),
+    (ATEN.amin.default, (X, [0, -1], True)),
+    (ATEN.amin.default, (TIED, [1])),
+    (ATEN.exp2.default, (X,)),
+    (ATEN.add_.Scalar, (X, 3)),
+    (ATEN.add_.Scalar, (TIED, 2, 5)),
+    (ATEN.add_.Tensor, (X, X[0]), {"alpha": 3}),
+    (ATEN.roll.default, (X, [2], [1])),
+    (ATEN.roll.default, (X, [-7, 0], [-1, 0])),
+    (ATEN.roll.default, (X, [0], [1])),
+    (ATEN.roll.default, (X, [11])),
+    (ATEN.eye.default, (4,)),
+    (ATEN.eye.m, (3, 5)),
+    (ATEN.index_copy.default, (X, 0, ROWS, -X[:2])),
+    (ATEN.index_copy.default, (X, 1, ROWS, -X[:, :2])),
+    (ATEN.cumprod.default, (X / 30, 1)),
+    (ATEN.cumprod.default, (X, -1)),
+    (ATEN.logcumsumexp.default, (X, 2)),
+    (ATEN.logcumsumexp.default, (HOLES, 0)),
+    (ATEN.histc.default, (TIED.double(), 6, -3, 3)),
+    (ATEN.histc.default, (X, 7, -30, 40)),
+    (ATEN.sort.stable, (TIED,), {"stable": True}),
+    (ATEN.sort.stable, (TIED,), {"stable": True, "dim": 0, "descending": True}),
+]
 
 
-@pytest.mark.parametrize(
-    ("operator", "arguments"),
-    [
-        (torch.ops.aten.softplus.default, (X,)),
-        (torch.ops.aten.softplus.default, (X, 2.0, 10.0)),
-        (torch.ops.aten.amax.default, (X, [1])),
-        (torch.ops.aten.amax.default, (X, [0, -1], True)),
-        (torch.ops.aten.amax.default, (X,)),
-        (torch.ops.aten.exp2.default, (X,)),
-    ],
-)
-def test_decompositions(operator, arguments):
-    torch.testing.assert_close(OURS[operator](*arguments), operator(*arguments), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("case", FORMULAS, ids=lambda case: str(case[0]))
+def test_decompositions(case):
+    operator, arguments, *options = case
+    options = options[0] if options else {}
+
+    def run(call):
+        given = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+        return call(*given, **options), given[0]
+
+    (got, left), (expected, wanted) = run(OURS[operator]), run(operator)
+    for one, other in [(got, expected), (left, wanted)]:
+        pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+        for mine, theirs in pairs:
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_formula_that_is_not_for_a_call_leaves_the_operator():
+    assert OURS[ATEN.sort.stable](X, stable=True) is NotImplemented
+    assert OURS[ATEN.histc.default](X) is NotImplemented
+    assert OURS[ATEN.cumprod.default](TIED, 0) is NotImplemented
+    assert OURS[ATEN.amin.default](torch.ones(3, dtype=torch.uint8)) is NotImplemented
 
 
 def test_every_decomposition_is_tried_here():
-    assert {str(operator) for operator in OURS} == {"aten.softplus.default", "aten.amax.default", "aten.exp2.default"}
+    assert set(OURS) == {case[0] for case in FORMULAS}
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
@@ -217,6 +258,14 @@ def test_coordinates_of_flat_positions(shape):
     whole = torch.arange(-torch.Size(shape).numel(), torch.Size(shape).numel())
     cells = torch.arange(torch.Size(shape).numel()).view(shape)
     assert torch.equal(cells[tuple(unravel(whole, shape).unbind(1))], cells.flatten()[whole])
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_coordinates_along_a_dimension(dim):
+    cells, index = torch.arange(60).view(3, 4, 5), torch.tensor([2, 0])
+    places = coordinates_along(cells.shape[:dim], index)
+    named = cells[tuple(places.unbind(1))]
+    assert torch.equal(named, cells.index_select(dim, index).reshape(named.shape))
 
 
 HALF = {"dtype": torch.bfloat16, "device": "meta"}

@@ -277,6 +277,19 @@ def test_finished_shards_are_kept_if_their_bytes_are_right(checkpoint, tmp_path,
             path.unlink()
 
 
+def test_what_a_killed_process_had_begun_is_removed(checkpoint, tmp_path, monkeypatch):
+    convert(checkpoint, tmp_path / "whole")
+    (tmp_path / "nz").mkdir()
+    (tmp_path / "nz" / f".{JOURNAL}.abc").write_text("{")
+    size = (checkpoint / "model-00001-of-00002.safetensors").stat().st_size + 5000
+    with failing(monkeypatch, size, errno.ENOSPC), pytest.raises(WeightFileError):
+        convert(checkpoint, tmp_path / "nz")
+    for name in (".config.json.x1", ".model-00002-of-00002.safetensors.x2", f".{JOURNAL}.x3"):
+        (tmp_path / "nz" / name).write_text("half")
+    convert(checkpoint, tmp_path / "nz")
+    assert files_of(tmp_path / "nz") == files_of(tmp_path / "whole")
+
+
 def big_checkpoint(folder, shards, rows):
     folder.mkdir()
     for number in range(shards):

@@ -102,7 +102,8 @@ def _of_dtype(weight: fx.Node, product: str) -> tuple[str, str]:
 def _of_readers(readers: Readers, product: str) -> tuple[str, str]:
     if readers.others:
         other = readers.others[0]
-        return f"it is also read by {other.what} ({other.node.name}), which would see blocks", other.remedy
+        how = "it is also read by" if readers.products else "products read it through"
+        return f"{how} {other.what} ({other.node.name}), which would see blocks", other.remedy
     if product == ARCH35 and readers.views:
         view = readers.views[0]
         remedy = "store the parameter in the shape in which the product reads it"

@@ -8,10 +8,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from k31compile.graph.views import COPIES, is_view
+from k31compile.graph.dataflow import ATEN
+from k31compile.graph.sizes import value_of
+from k31compile.graph.views import CASTS, COPIES, is_view, may_alias
 from k31compile.passes.schedule.cost_model import CostModel
 from k31compile.passes.schedule.tasks import Task, enclose
 from k31compile.passes.schedule.work import work_of
+
+_CASTS = {*CASTS, ATEN.to.device, ATEN.to.dtype_layout}
 
 
 def tasks_of(module: fx.GraphModule, costs: CostModel) -> list[Task]:
@@ -40,8 +44,14 @@ def tasks_of(module: fx.GraphModule, costs: CostModel) -> list[Task]:
 
 
 def is_part_of_its_source(node: fx.Node) -> bool:
-    """Whether a node launches nothing: a view, or a part of a result of several."""
-    return is_view(node) and node.target not in COPIES and bool(node.all_input_nodes)
+    """Whether a node launches nothing: a view, a cast to what a value is already, or a part of a result of several."""
+    if node.target in COPIES or not node.all_input_nodes:
+        return False
+    if node.target in _CASTS:
+        # `to` hands back what has the dtype already, `_to_copy` copies it.
+        source = node.all_input_nodes[0]
+        return node.target is not ATEN._to_copy.default and bool(value_of(node).dtype == value_of(source).dtype)
+    return is_view(node) or may_alias(node)
 
 
 def written_by(node: fx.Node) -> Iterator[fx.Node]:

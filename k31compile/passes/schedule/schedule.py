@@ -97,6 +97,17 @@ class Schedule:
             nexts[stream] += 1
         return tuple(issued)
 
+    def counts(self) -> dict[str, Any]:
+        """What a report says of it; all seconds are predictions."""
+        return {
+            "streams": len(self.streams),
+            "events": len(self.events),
+            "critical_path": self.critical_path,
+            "serial": self.serial,
+            "predicted": self.predicted,
+            "super_kernels": len(self.super_kernels),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The schedule in lists and numbers, as JSON holds it."""
         return {

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 import k31compile.targets.ascend.lowerings  # noqa: F401  (registers them)
 from k31compile.errors import TargetError
@@ -18,7 +20,9 @@ from k31compile.graph.dataflow import ATEN
 from k31compile.graph.sizes import value_of
 from k31compile.graph.source import source_line
 from k31compile.graph.views import is_view
-from k31compile.targets.ascend.decompositions import decomposition_table
+from k31compile.targets.ascend.converters import refuse_without_converter
+from k31compile.targets.ascend.decompositions import coordinates_along, decomposition_table
+from k31compile.targets.ascend.fuse_rms_norm import fuse_rms_norms
 from k31compile.targets.ascend.indexer_weights import narrow_indexer_weights
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
 from k31compile.targets.ascend.own_operators import Place, states_lie_in
@@ -41,18 +45,22 @@ def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
     """Lower a graph that went through the passes; `module` is changed where cache writes become writes in place.
 
     Raises:
-        TargetError: a k31 operator has no lowering for its arguments.
+        TargetError: a k31 operator has no lowering for its arguments, or GE no converter for what a graph for it has.
     """
     reinplace_cache_writes(module)
     narrow_indexer_weights(module, profile)
     lowering = _Lowering(module, profile)
-    with FakeTensorMode(), torch.no_grad():
+    # With what the model's lines were, which every node of a formula then has.
+    with FakeTensorMode(), torch.no_grad(), fx_traceback.preserve_node_meta():
         inputs = tuple(_like(value_of(node)) for node in module.graph.find_nodes(op="placeholder"))
         lowered = make_fx(lowering.run, decomposition_table=decomposition_table(), tracing_mode="real")(*inputs)
+        share_equal_calls(lowered.graph)
+        fuse_rms_norms(lowered.graph, profile)
     _move_constants(lowered.graph)
-    share_equal_calls(lowered.graph)
     lowered.graph.eliminate_dead_code()
     lowered.recompile()
+    if profile.path == "ge":
+        refuse_without_converter(lowered.graph)
     return Lowered(lowered, inputs, tuple(lowering.decisions))
 
 
@@ -86,8 +94,12 @@ class _Lowering(fx.Interpreter):
             return self._lower(target._opname, args, kwargs)
         if self._node in self._needless:
             return args[0]
-        if target is ATEN.index_put_.default:
-            written = self._write_rows(args)
+        write = {
+            ATEN.index_put_.default: lambda *one: self._write_rows(one),
+            ATEN.index_copy_.default: self._write_along,
+        }
+        if target in write:
+            written = write[target](*args)
             if written is not None:
                 return written
         return super().call_function(target, args, kwargs)
@@ -105,7 +117,18 @@ class _Lowering(fx.Interpreter):
             result = lowering.run(self.profile, *args, **kwargs)
         if place is not None and place.taken and found is not None:
             self._needless.add(found.write)
-        return result
+        # What follows was decided on the strides that the operator itself gives.
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
+
+    def _write_along(self, cache: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+        """A write along one dimension of a cache, as one scatter in place; None where it is no input of the graph."""
+        node = self._node.args[0] if self._node is not None else None
+        if not isinstance(node, fx.Node) or node.op != "placeholder":
+            return None
+        dim %= cache.dim()
+        places = coordinates_along(cache.shape[:dim], index)
+        rows = source.reshape(places.shape[0], *cache.shape[dim + 1 :]).to(cache.dtype)
+        return torch.ops.npu.npu_scatter_nd_update_(cache, places, rows)
 
     def _write_rows(self, args: Sequence[Any]) -> Any:
         """A write of rows into a cache, or into a view of one that joins its first dimensions, as one scatter in place.

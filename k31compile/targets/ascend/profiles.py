@@ -12,6 +12,7 @@ class Profile:
     Attributes:
         name: the option `target`.
         soc_name: what the driver calls the chip.
+        soc_family: how the names of all chips begin that graphs for this one are made for.
         soc_version: torch_npu's number of it; meta functions and converters branch on it.
         cann: the CANN version that graphs are made for.
         super_kernels: whether GE merges operators of one scope into a kernel (documented for A2 and A3 alone).
@@ -23,6 +24,7 @@ class Profile:
 
     name: str
     soc_name: str
+    soc_family: str
     soc_version: int
     cann: str
     super_kernels: bool
@@ -34,8 +36,8 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("ascend-a3", "Ascend910_9391", 250, "9.1.0", super_kernels=True),
-        Profile("ascend-950", "Ascend950PR", 260, "9.1.0", super_kernels=False),
+        Profile("ascend-a3", "Ascend910_9391", "Ascend910_93", 250, "9.1.0", super_kernels=True),
+        Profile("ascend-950", "Ascend950PR", "Ascend950", 260, "9.1.0", super_kernels=False),
     )
 }
 

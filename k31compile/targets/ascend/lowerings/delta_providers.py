@@ -137,6 +137,9 @@ def chunk_by_fla_npu(_profile: Profile, *args: Any, **options: Any) -> Any:
     return torch.ops.k31_npu.fla_chunk_kda(*args, **options)
 
 
+_GATES = "it takes gates of -1 to 0, and what a gate holds is not known while a graph is made"
+
+
 def _chunk_objections(
     profile: Profile, query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor,
     initial_state: Tensor | None = None, **_: Any,
@@ -144,14 +147,14 @@ def _chunk_objections(
     found = _broken("npu_chunk_gated_delta_rule", profile, query, key, value, beta, initial_state)
     if profile.path == "ge":
         found.append("npu_chunk_gated_delta_rule has a GE converter that refuses; a graph for npugraph_ex can call it")
-    return found or ["npu_chunk_gated_delta_rule takes gates of -1 to 0, and what a gate holds is not known here"]
+    return found or [_GATES]
 
 
 def _never(*_args: Any, **_kwargs: Any) -> Any:
     raise AssertionError("it always has an objection")
 
 
-lowers("gated_delta_chunk", TORCH_NPU, _chunk_objections, calls="npu_chunk_gated_delta_rule")(_never)
+lowers("gated_delta_chunk", TORCH_NPU, _chunk_objections, calls="npu_chunk_gated_delta_rule", never=_GATES)(_never)
 known("kda_chunk", TORCH_NPU, "npu_chunk_gated_delta_rule", "takes one gate a head, and KDA has one a channel")
 for _operator, _function in (("kda_recurrent", "run_recurrent_kda"), ("kda_chunk", "run_chunk_kda")):
     known(_operator, VLLM_ASCEND, f"ops.kda.{_function}", "calls fla_npu, which is asked for itself")

@@ -1,6 +1,6 @@
 """Short convolution, delta rule and a KDA layer's core as formulas (K3.1 spec 2.3 to 2.6)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,8 +106,19 @@ def _core(profile: Profile, x: Sequence[Tensor], *args: Any, **options: Any) -> 
 
 
 @lowers("mega_kda", FORMULA, _mega_too_long, parts=_core)
-def mega_kda(
-    profile: Profile,
+def mega_kda(profile: Profile, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's core with the recurrence that the product has."""
+
+    def recur(*operands: Tensor, **kept: Any) -> tuple[Tensor, Tensor]:
+        chosen, _ = choose("kda_recurrent", profile, *operands, **kept)
+        made: tuple[Tensor, Tensor] = chosen.run(profile, *operands, **kept)
+        return made
+
+    return around_recurrence(recur, *args, **options)
+
+
+def around_recurrence(
+    recur: Callable[..., tuple[Tensor, Tensor]],
     x: Sequence[Tensor],
     conv_weight: Sequence[Tensor],
     conv_state: Sequence[Tensor] | None,
@@ -146,8 +157,7 @@ def mega_kda(
     gate = log_decay(raw_gate, a_log, dt_bias, lower_bound, wide)
     beta = torch.sigmoid(raw_beta.to(wide)).to(beta_dtype or wide).to(wide) * beta_factor
     operands = (_unit(query.to(wide), l2_eps), _unit(key.to(wide), l2_eps), value, gate, beta, state)
-    recurrence, _ = choose("kda_recurrent", profile, *operands, scale=scale, state_layout=state_layout)
-    core, last = recurrence.run(profile, *operands, scale=scale, state_layout=state_layout)
+    core, last = recur(*operands, scale=scale, state_layout=state_layout)
     result = gated_rms_norm(
         core.to(core_dtype or wide), out_gate, norm_weight, eps=norm_eps, activation=norm_activation,
         norm_before_gate=norm_before_gate, weight_cast=weight_cast, dtype=dtype or core_dtype or wide,

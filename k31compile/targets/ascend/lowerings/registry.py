@@ -40,6 +40,8 @@ class Lowering:
         calls: the operator or function of the provider, as a reader would look it up.
         function: what is imported when it runs; None where nothing is.
         parts: the choices that it makes for smaller k31 operators inside of it.
+        never: why no call ever becomes it; empty where some do.
+        in_ge: whether torchair converts what it calls.
 
     """
 
@@ -50,6 +52,8 @@ class Lowering:
     calls: str = ""
     function: Function | None = None
     parts: Callable[..., tuple[Decision, ...]] = _no_parts
+    never: str = ""
+    in_ge: bool = True
 
     def why_not(self, profile: Profile, *args: Any, **kwargs: Any) -> list[str]:
         """Every reason why this call does not get this lowering; a package is imported only when none is left."""
@@ -98,6 +102,8 @@ def lowers(
     calls: str = "",
     function: Function | None = None,
     parts: Callable[..., tuple[Decision, ...]] = _no_parts,
+    never: str = "",
+    in_ge: bool = True,
 ) -> Callable[..., Any]:
     """Register a function as a lowering of an operator.
 
@@ -108,7 +114,9 @@ def lowers(
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         plain = provider == FORMULA and parts is _no_parts
         takes_profile = (lambda _profile, *args, **kwargs: run(*args, **kwargs)) if plain else run
-        one = Lowering(operator, provider, takes_profile, objections, calls or run.__name__, function, parts)
+        one = Lowering(
+            operator, provider, takes_profile, objections, calls or run.__name__, function, parts, never, in_ge
+        )
         LOWERINGS.setdefault(operator, []).append(one)
         return run
 
@@ -121,7 +129,7 @@ def known(operator: str, provider: str, calls: str, why_never: str) -> None:
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise TargetError(f"{provider}'s {calls} does not stand for k31::{operator}: {why_never}")
 
-    lowers(operator, provider, lambda *_, **__: [why_never], calls=calls)(refuse)
+    lowers(operator, provider, lambda *_, **__: [why_never], calls=calls, never=why_never)(refuse)
 
 
 def in_order(operator: str) -> list[Lowering]:

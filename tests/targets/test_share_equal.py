@@ -1,0 +1,69 @@
+"""Calls that are equal become one, unless what they read is written, they are random, or they leave the graph."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from k31compile.targets.ascend.share_equal import share_equal_calls
+
+
+def shared(function, *inputs):
+    module = make_fx(function)(*inputs)
+    gone = share_equal_calls(module.graph)
+    module.recompile()
+    copies = [tensor.clone() for tensor in inputs]
+    torch.testing.assert_close(module(*copies), function(*[tensor.clone() for tensor in inputs]), rtol=0, atol=0)
+    return gone
+
+
+def test_chains_that_are_equal_are_computed_once():
+    def function(x):
+        return ((x.view(-1) + 1) * 2) - ((x.view(-1) + 1) * 2).abs()
+
+    assert shared(function, torch.randn(3, 4)) == 3
+
+
+def test_constants_of_every_layer_are_made_once():
+    def function(x):
+        return (x + torch.arange(4)) * (x - torch.arange(4)) + torch.full((4,), 2.0) + torch.full((4,), 2.0)
+
+    assert shared(function, torch.randn(4)) == 2
+
+
+@pytest.mark.parametrize("wanted", [(1, 1.0), (True, 1), (0, False)])
+def test_arguments_that_compare_equal_and_are_not(wanted):
+    def function(x):
+        one, other = wanted
+        return torch.full((2,), one).sum() * 1.0 + torch.full((2,), other).sum() + x
+
+    assert shared(function, torch.randn(1)) == 0
+
+
+def test_what_reads_a_written_cache_stays():
+    def function(cache, where):
+        before = cache.index_select(0, where) * 1
+        cache.index_fill_(0, where, 7.0)
+        return before, cache.index_select(0, where) * 1
+
+    assert shared(function, torch.randn(3, 2), torch.tensor([1])) == 0
+
+
+def test_what_reads_a_view_of_a_written_value_stays():
+    def function(x):
+        made = x + 1
+        rows = made.view(-1)
+        before = rows[0] * 2
+        made.mul_(3)
+        return before + 0, made.view(-1)[0] * 2 + 0
+
+    assert shared(function, torch.randn(2, 2)) == 0
+
+
+def test_what_leaves_the_graph_stays_two_tensors():
+    module = make_fx(lambda x: (x + 1, x + 1))(torch.zeros(2))
+    assert share_equal_calls(module.graph) == 0
+
+
+def test_what_is_drawn_stays():
+    module = make_fx(lambda x: torch.bernoulli(x) + torch.bernoulli(x))(torch.full((50,), 0.5))
+    assert share_equal_calls(module.graph) == 0

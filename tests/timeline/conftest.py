@@ -1,0 +1,6 @@
+"""The drawn task graphs of tests/schedule are used here too."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "schedule"))
