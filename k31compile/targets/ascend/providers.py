@@ -7,7 +7,6 @@ that takes other arguments than these is passed over too.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -161,15 +160,3 @@ def lacks_in_torch_npu(operator: str) -> str:
     if "torch_npu" not in sys.modules or hasattr(torch.ops.npu, operator):
         return ""
     return f"the installed torch_npu {installed_version('torch-npu')} has no {operator}"
-
-
-@functools.cache
-def describe() -> tuple[tuple[str, str], ...]:
-    """Name and state of each package that is looked for, for `doctor` and the table."""
-    found = []
-    for provider in PROVIDERS.values():
-        if provider.module:
-            missing = _why_missing(provider.module, provider.distribution, provider.minimum)
-            version = installed_version(provider.distribution)
-            found.append((provider.name, missing or f"installed{f', {version}' if version else ''}"))
-    return tuple(found)
