@@ -154,3 +154,10 @@ def test_transformers_kimi_linear(tmp_path, transformers_model):
     graph = export_entry(entry)
     assert graph.counts() == {"gated_rms_norm": 1, "kda_chunk": 1, "short_conv": 1}
     require_same(compare_with_eager(entry, graph, write_model(graph, tmp_path / "kimi.onnx")[0]))
+
+
+def test_an_export_leaves_the_operators_as_they_are():
+    before = {name: getattr(torch.ops.k31, name).default for name in OPERATORS}
+    model = torch.nn.RMSNorm(6).eval()
+    export_entry(Entry("norm", lambda x, gate: model(x) * torch.sigmoid(gate), (torch.randn(2, 6), torch.randn(2, 6))))
+    assert all(getattr(torch.ops.k31, name).default is operator for name, operator in before.items())
