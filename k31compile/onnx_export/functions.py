@@ -111,7 +111,7 @@ def _function(known: _Known, opset: int) -> Any:
 
     kind = known.kind
     names = [name for name, _, _ in kind.inputs]
-    count = len(torch.ops.k31.__getattr__(kind.operator).default._schema.returns)
+    count = len(_schema(kind.operator).returns)
     results = ["result"] if count == 1 else [f"result_{i}" for i in range(count)]
     examples = tuple(torch.empty(shape, dtype=dtype) for _, dtype, shape in kind.inputs)
     with quiet(), torch.no_grad():
@@ -168,9 +168,14 @@ def _name(operator: str, path: Sequence[Any]) -> str:
     part, place, *inside = path
     first = str(getattr(place, "key", ""))
     if getattr(part, "idx", 1) == 0:
-        first = torch.ops.k31.__getattr__(operator).default._schema.arguments[place.idx].name
+        first = _schema(operator).arguments[place.idx].name
     return "_".join([first, *(str(key.idx) for key in inside)])
 
 
 def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _schema(operator: str) -> Any:
+    """The operator's schema; `getattr`, since a packet asked for by `__getattr__` would be made anew."""
+    return getattr(torch.ops.k31, operator).default._schema

@@ -154,3 +154,20 @@ def test_transformers_kimi_linear(tmp_path, transformers_model):
     graph = export_entry(entry)
     assert graph.counts() == {"gated_rms_norm": 1, "kda_chunk": 1, "short_conv": 1}
     require_same(compare_with_eager(entry, graph, write_model(graph, tmp_path / "kimi.onnx")[0]))
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(6, 6)
+
+    def forward(self, x, gate):
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.out.bias
+        return self.out(normed * torch.sigmoid(gate))
+
+
+def test_an_export_leaves_the_operators_as_they_are():
+    before = {name: getattr(torch.ops.k31, name).default for name in OPERATORS}
+    made = export_entry(Entry("gated", Gated().eval(), (torch.randn(2, 6), torch.randn(2, 6))))
+    assert made.counts() == {"gated_rms_norm": 1}
+    assert all(getattr(torch.ops.k31, name).default is operator for name, operator in before.items())
