@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from k31compile.errors import WeightFileError
-from k31compile.weights.ascend import cast_weights
+from k31compile.targets.ascend.cast_weights import cast_weights
 from k31compile.weights.blocks import ITEM_SIZES, matrices_of, stored_shape
 from k31compile.weights.checkpoint import Shard, open_checkpoint
 from k31compile.weights.record import NZ

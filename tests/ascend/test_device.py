@@ -13,10 +13,10 @@ from emulated import Emulated
 
 import k31compile
 from k31compile.errors import TargetError
+from k31compile.targets.ascend import cast_weights as ascend
 from k31compile.targets.ascend import device
 from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.profiles import profile_of
-from k31compile.weights import ascend
 
 
 class Layer(nn.Module):

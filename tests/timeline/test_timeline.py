@@ -15,7 +15,7 @@ from k31compile.passes.schedule.cost_model import load_costs
 from k31compile.passes.schedule.schedule import SuperKernel
 from k31compile.passes.schedule.schedule_tasks import schedule_tasks
 from k31compile.passes.schedule.tasks import Task, TaskGraph
-from k31compile.timeline.lanes import after, before, critical_tasks, summary
+from k31compile.timeline.lanes import after, before, critical_tasks
 from k31compile.timeline.page import Planned, page, trace_text
 from k31compile.timeline.svg import COLOURS, draw
 
@@ -140,7 +140,7 @@ def test_events_and_regions_are_drawn_and_the_page_says_what_the_times_are():
     )
     assert "All times are predictions of a cost model" in text
     assert "assumed: no published figure is known to us" in text, "the source of a figure"
-    numbers = summary(one.schedule)
+    numbers = one.schedule.counts()
     assert one.graph.bound == pytest.approx(numbers["predicted"])
     assert numbers["predicted"] < 0.6 * numbers["serial"]
     assert f"<td>as scheduled</td><td>{numbers['predicted'] * 1e6:.1f} us</td>" in text

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from k31compile.errors import MissingDependencyError, WeightFileError
+from k31compile.targets.ascend.cast_weights import FRACTAL_NZ, cast_weights, is_cast
 from k31compile.weights import convert, load
-from k31compile.weights.ascend import FRACTAL_NZ, cast_weights, is_cast
 
 
 class Tied(nn.Module):

@@ -162,4 +162,7 @@ _BY_NAME: dict[str, Callable[[fx.Node], Work]] = {
     "kda_chunk": _delta_rule,
     "gated_delta_recurrent": _delta_rule,
     "gated_delta_chunk": _delta_rule,
+    "kda_recurrent_": _delta_rule,
+    "npu_recurrent_gated_delta_rule": _delta_rule,
+    "npu_recurrent_gated_delta_rule_functional": _delta_rule,
 }

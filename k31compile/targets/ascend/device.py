@@ -15,9 +15,9 @@ from torch import fx
 from k31compile.errors import MissingDependencyError, TargetError
 from k31compile.options import Options
 from k31compile.report import Report
+from k31compile.targets.ascend.cast_weights import cast_weights
 from k31compile.targets.ascend.prepare import Prepared, prepare
 from k31compile.targets.ascend.profiles import Profile, profile_of
-from k31compile.weights.ascend import cast_weights
 
 _OFFLINE = "k31 compile TARGET --target {} --offline -o DIR makes the graph without a device"
 
