@@ -32,7 +32,7 @@ test-all: check  ## lint, types and every test
 	$(BIN)/python -P -m pytest -n $(WORKERS) $(ARGS)
 
 test-ascend: .venv-ascend  ## graphs for Ascend through the real torchair, without a device: a venv of its own
-	.venv-ascend/bin/python -P -m pytest -n $(WORKERS) tests/ascend tests/targets/test_ascend_formulas.py $(ARGS)
+	.venv-ascend/bin/python -P -m pytest -n $(WORKERS) -m "not slow" tests/ascend tests/targets/test_ascend_*.py tests/targets/test_delta_chunk.py $(ARGS)
 
 check: $(VENV)/.k31-dev  ## lint and types only
 	$(BIN)/ruff check .
