@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from k31compile.targets.ascend.share_equal import share_equal_calls
@@ -57,6 +58,17 @@ def test_what_reads_a_view_of_a_written_value_stays():
         return before + 0, made.view(-1)[0] * 2 + 0
 
     assert shared(function, torch.randn(2, 2)) == 0
+
+
+def test_a_view_that_is_written_counts_for_its_whole():
+    graph = fx.Graph()
+    whole = graph.placeholder("whole")
+    before = graph.call_function(torch.ops.aten.mul.Tensor, (whole, 2))
+    part = graph.call_function(torch.ops.aten.narrow.default, (whole, 0, 0, 1))
+    graph.call_function(torch.ops.aten.add_.Tensor, (part, 1))
+    after = graph.call_function(torch.ops.aten.mul.Tensor, (whole, 2))
+    graph.output(graph.call_function(torch.ops.aten.sub.Tensor, (after, before)))
+    assert share_equal_calls(graph) == 0
 
 
 def test_what_leaves_the_graph_stays_two_tensors():

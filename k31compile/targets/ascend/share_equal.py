@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from k31compile.graph.views import is_view
+from k31compile.graph.views import is_view, may_alias
 from k31compile.passes.schedule.graph_tasks import written_by
 
 
@@ -49,7 +49,7 @@ def _in_place(node: fx.Node) -> list[fx.Node]:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    while is_view(node) and node.all_input_nodes:
+    while (is_view(node) or may_alias(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
