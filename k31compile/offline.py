@@ -20,6 +20,7 @@ from k31compile.passes.schedule.cost_model import load_costs
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.tasks import TaskGraph
 from k31compile.store import atomic_write
+from k31compile.targets.ascend.ge_options import ge_options
 from k31compile.targets.ascend.lower import Lowered
 from k31compile.targets.ascend.offline.convert import GeGraph, convert
 from k31compile.targets.ascend.offline.formats import mark_formats
@@ -88,6 +89,7 @@ class OfflineGraph:
         planned = Planned(self.name, self.tasks, self.schedule, load_costs(self.profile.name))
         texts = {
             "graph.pbtxt": self.ge.text(),
+            "options.json": json.dumps(ge_options(), indent=1) + "\n",
             "fx.txt": f"{self.lowered.module.graph}\n",
             "schedule.json": json.dumps(self.schedule.to_dict(), indent=1) + "\n",
             "timeline.html": page(planned),

@@ -83,6 +83,8 @@ def test_the_files_are_what_was_made(compiled, tmp_path):
     text_format.Parse(paths["graph.pbtxt"].read_text(), read)
     assert text_format.MessageToString(read) == compiled.ge.text()
     assert any(STREAM in node.attr for node in read.op)
+    options = json.loads(paths["options.json"].read_text())
+    assert options["compile options"]["global"]["ge.oo.level"] == "O3"
     report = json.loads(paths["report.json"].read_text())
     assert report["streams"] == compiled.to_dict()["streams"]
     assert "nothing was run on an NPU" in report["verified"]

@@ -16,6 +16,7 @@ from k31compile.errors import MissingDependencyError, TargetError
 from k31compile.options import Options
 from k31compile.report import Report
 from k31compile.targets.ascend.cast_weights import cast_weights
+from k31compile.targets.ascend.ge_options import ge_config
 from k31compile.targets.ascend.prepare import Prepared, prepare
 from k31compile.targets.ascend.profiles import Profile, profile_of
 
@@ -43,7 +44,7 @@ def compile_for_ascend(
 
     write_streams(prepared.lowered.module, prepared.schedule)
     _tell(prepared, report)
-    compiler = torchair.get_compiler(_config(torchair))
+    compiler = torchair.get_compiler(ge_config())
     compiled: Callable[..., Any] = compiler(prepared.lowered.module, list(example_inputs))
     return compiled
 
@@ -83,13 +84,6 @@ def _cast(prepared: Prepared, tensors: Sequence[Any]) -> None:
     """The weights that are to be in blocks, cast where they lie; a second graph of the same weights casts nothing."""
     chosen = {decision.name: tensors[decision.position] for decision in prepared.nz if decision.is_nz}
     cast_weights(chosen)
-
-
-def _config(torchair: Any) -> Any:
-    """torchair's configuration: weights do not move, so GE may keep what it makes of them."""
-    config = torchair.CompilerConfig()
-    config.experimental_config.frozen_parameter = True
-    return config
 
 
 def _tell(prepared: Prepared, report: Report) -> None:
