@@ -115,5 +115,18 @@ def test_what_is_no_such_norm_stays(near_miss):
     assert fused(near_miss, torch.randn(32, 32).bfloat16(), torch.rand(32).bfloat16() + 0.5) == 0
 
 
+def test_a_cache_that_is_written_before_the_result_is_not_read_anew():
+    def function(cache, w):
+        wide = cache.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        cache.index_fill_(0, torch.tensor([0]), 3.0)
+        return (wide * scale * w.float()).to(cache.dtype)
+
+    # Given copies: the function writes its argument.
+    module = make_fx(function, decomposition_table=decomposition_table())(torch.randn(4, 32), torch.ones(32))
+    open_session(A3)
+    assert fuse_rms_norms(module.graph, A3) == 0
+
+
 def test_a_weight_of_another_dtype_stays():
     assert fused(wide_then_cast, torch.randn(3, 32).bfloat16(), torch.randn(32)) == 0

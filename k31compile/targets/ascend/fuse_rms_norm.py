@@ -2,7 +2,8 @@
 
     Before:  xf = x.float(); y = (xf * rsqrt(mean(xf * xf, -1) + eps) * weight.float()).to(x.dtype)
     After:   y = npu_rms_norm(x, weight, eps)[0]
-    Refuses: another dimension, a step that somebody else reads, a result that stays wider than x, no weight.
+    Refuses: another dimension, a step that somebody else reads, a result that stays wider than x, no weight,
+             and an x or a weight in memory that the graph writes: what the chain has read by then, the call would not.
 
 Between is float32 arithmetic in both. Whether the device rounds once, or twice as models that cast before they weigh,
 is not documented: results may differ in the last bit of x's dtype.
@@ -22,6 +23,7 @@ from k31compile.graph.sizes import shape_of, value_of
 from k31compile.graph.views import same_size_base
 from k31compile.targets.ascend.constraints import violations
 from k31compile.targets.ascend.profiles import Profile
+from k31compile.targets.ascend.share_equal import written_memory
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,11 @@ def fuse_rms_norms(graph: fx.Graph, profile: Profile) -> int:
         # torch's own norm adds its epsilon in place; where nobody else reads the mean that is the same.
         if isinstance(added.args[0], fx.Node) and len(added.args[0].users) == 1:
             added.target = ATEN.add.Tensor
+    written = written_memory(graph)
     fused = 0
     for root in list(graph.find_nodes(op="call_function", target=ATEN.rsqrt.default)):
         norm = _read(root)
-        if norm is None or _objections(norm, profile):
+        if norm is None or {norm.source, norm.weight} & written or _objections(norm, profile):
             continue
         with graph.inserting_before(norm.result):
             weight = _flat(graph, norm.weight)
