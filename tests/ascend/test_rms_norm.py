@@ -16,7 +16,7 @@ from k31compile.targets.ascend.decompositions import decomposition_table
 from k31compile.targets.ascend.fuse_rms_norm import fuse_rms_norms
 from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.profiles import profile_of
-from k31compile.targets.ascend.share_equal import share_equal_calls
+from k31compile.targets.ascend.share_equal import drop_dead_copies, share_equal_calls
 
 A3 = profile_of("ascend-a3")
 
@@ -28,6 +28,7 @@ def fused(function, *inputs):
     mode = next(node.meta["val"].fake_mode for node in module.graph.nodes if node.op == "placeholder")
     assert isinstance(mode, FakeTensorMode)
     with mode:
+        drop_dead_copies(module.graph)
         share_equal_calls(module.graph)
         count = fuse_rms_norms(module.graph, A3)
     module.graph.lint()

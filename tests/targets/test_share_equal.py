@@ -5,7 +5,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from k31compile.targets.ascend.share_equal import share_equal_calls
+from k31compile.targets.ascend.share_equal import drop_dead_copies, share_equal_calls
 
 
 def shared(function, *inputs):
@@ -69,6 +69,56 @@ def test_a_view_that_is_written_counts_for_its_whole():
     after = graph.call_function(torch.ops.aten.mul.Tensor, (whole, 2))
     graph.output(graph.call_function(torch.ops.aten.sub.Tensor, (after, before)))
     assert share_equal_calls(graph) == 0
+
+
+def without_dead_copies(function, *inputs):
+    module = make_fx(function)(*inputs)
+    gone = drop_dead_copies(module.graph)
+    module.recompile()
+    copies = [tensor.clone() for tensor in inputs]
+    expected = [tensor.clone() for tensor in inputs]
+    torch.testing.assert_close(module(*copies), function(*expected), rtol=0, atol=0)
+    torch.testing.assert_close(copies, expected, rtol=0, atol=0)
+    return gone
+
+
+def test_a_copy_over_what_is_read_no_more_goes_away():
+    def function(x):
+        made = x * 2
+        return made.copy_(made + 1) * 3
+
+    assert without_dead_copies(function, torch.randn(3)) == 1
+
+
+def test_what_is_read_later_by_its_first_name_stays():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+    graph.call_function(torch.ops.aten.copy_.default, (made, x))
+    graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (made, 3)))
+    for node in (x, made):
+        node.meta["val"] = torch.zeros(3)
+    assert drop_dead_copies(graph) == 0
+
+
+def over_an_input(x):
+    return x.copy_(x + 1) * 3
+
+
+def seen_by_a_view(x):
+    made = x * 2
+    view = made.view(-1)
+    return made.copy_(made + 1) * 3 + view
+
+
+def of_another_dtype(x):
+    made = (x * 2).double()
+    return made.copy_(x + 1) * 3
+
+
+@pytest.mark.parametrize("function", [over_an_input, seen_by_a_view, of_another_dtype])
+def test_a_copy_that_somebody_sees_stays(function):
+    assert without_dead_copies(function, torch.randn(3)) == 0
 
 
 def test_what_leaves_the_graph_stays_two_tensors():

@@ -38,10 +38,6 @@ class _Norm:
 
 def fuse_rms_norms(graph: fx.Graph, profile: Profile) -> int:
     """Replace the chains that torch_npu's operator computes, and return how many; needs an open torch_npu."""
-    for added in graph.find_nodes(op="call_function", target=ATEN.add_.Scalar):
-        # torch's own norm adds its epsilon in place; where nobody else reads the mean that is the same.
-        if isinstance(added.args[0], fx.Node) and len(added.args[0].users) == 1:
-            added.target = ATEN.add.Tensor
     written = written_memory(graph)
     fused = 0
     for root in list(graph.find_nodes(op="call_function", target=ATEN.rsqrt.default)):

@@ -27,7 +27,7 @@ from k31compile.targets.ascend.indexer_weights import narrow_indexer_weights
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
 from k31compile.targets.ascend.own_operators import Place, states_lie_in
 from k31compile.targets.ascend.profiles import Profile
-from k31compile.targets.ascend.share_equal import share_equal_calls
+from k31compile.targets.ascend.share_equal import drop_dead_copies, share_equal_calls
 from k31compile.targets.ascend.state_places import find_state_places
 from k31compile.targets.reinplace import reinplace_cache_writes
 
@@ -54,6 +54,7 @@ def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
     with FakeTensorMode(), torch.no_grad(), fx_traceback.preserve_node_meta():
         inputs = tuple(_like(value_of(node)) for node in module.graph.find_nodes(op="placeholder"))
         lowered = make_fx(lowering.run, decomposition_table=decomposition_table(), tracing_mode="real")(*inputs)
+        drop_dead_copies(lowered.graph)
         share_equal_calls(lowered.graph)
         fuse_rms_norms(lowered.graph, profile)
     _move_constants(lowered.graph)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from k31compile.graph.sizes import value_of
 from k31compile.graph.views import is_view, may_alias
 from k31compile.passes.schedule.graph_tasks import written_by
 
@@ -31,6 +32,37 @@ def share_equal_calls(graph: fx.Graph) -> int:
             graph.erase_node(node)
             gone += 1
     return gone
+
+
+def drop_dead_copies(graph: fx.Graph) -> int:
+    """Read a new value where it was copied over one that nobody reads any more, and return how many copies went away.
+
+    Torch's own functions write into what they have just made; as a copy that would be a launch, and a write in place.
+    """
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    gone = 0
+    for copy in list(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
+        target, source = copy.args[0], copy.args[1]
+        if not (isinstance(target, fx.Node) and isinstance(source, fx.Node)) or not _is_made_here(target):
+            continue
+        others = [user for user in target.users if user is not copy]
+        is_read_later = any(places[user] > places[copy] or _base(user) is not user for user in others)
+        if is_read_later or not _look_alike(target, source) or not _is_made_here(source):
+            continue
+        copy.replace_all_uses_with(source)
+        graph.erase_node(copy)
+        gone += 1
+    return gone
+
+
+def _is_made_here(node: fx.Node) -> bool:
+    """Whether the node is a call whose result is memory of its own."""
+    return node.op == "call_function" and _base(node) is node and not list(written_by(node))
+
+
+def _look_alike(one: fx.Node, other: fx.Node) -> bool:
+    left, right = value_of(one), value_of(other)
+    return bool((left.dtype, left.shape, left.stride()) == (right.dtype, right.shape, right.stride()))
 
 
 def written_memory(graph: fx.Graph) -> set[fx.Node]:
