@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from k31compile.graph.views import is_view
+from k31compile.graph.views import is_view, may_alias
 from k31compile.passes.schedule.graph_tasks import written_by
 
 
@@ -17,7 +17,7 @@ def share_equal_calls(graph: fx.Graph) -> int:
     Two calls are equal where operator and arguments are, and nothing that either could read is ever written: neither a
     cache that the graph writes nor a view of one. What leaves the graph stays, and so does what is drawn at random.
     """
-    written = _written_memory(graph)
+    written = written_memory(graph)
     known: dict[Any, fx.Node] = {}
     gone = 0
     for node in list(graph.nodes):
@@ -33,7 +33,7 @@ def share_equal_calls(graph: fx.Graph) -> int:
     return gone
 
 
-def _written_memory(graph: fx.Graph) -> set[fx.Node]:
+def written_memory(graph: fx.Graph) -> set[fx.Node]:
     """Every node whose memory the graph writes: what is written, what it is a view of, and all other views of that."""
     written = {_base(node) for call in graph.nodes for node in written_by(call)}
     changed = True
@@ -49,7 +49,7 @@ def _in_place(node: fx.Node) -> list[fx.Node]:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    while is_view(node) and node.all_input_nodes:
+    while (is_view(node) or may_alias(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
