@@ -131,3 +131,48 @@ def test_a_cache_that_is_written_before_the_result_is_not_read_anew():
 
 def test_a_weight_of_another_dtype_stays():
     assert fused(wide_then_cast, torch.randn(3, 32).bfloat16(), torch.randn(32)) == 0
+
+
+def epsilon_with_a_factor(x, w):
+    wide = x.float()
+    scale = torch.rsqrt(torch.add(wide.square().mean(-1, keepdim=True), 0.5, alpha=4.0))
+    return (wide * scale * w.float()).to(x.dtype)
+
+
+def squares_of_half_width(x, w):
+    x = x * 200
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w
+
+
+def mean_in_another_dtype(x, w):
+    wide = x.float()
+    mean = wide.square().mean(-1, keepdim=True, dtype=torch.float64).float()
+    return (wide * torch.rsqrt(mean + 1e-5) * w.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("near_miss", [epsilon_with_a_factor, squares_of_half_width, mean_in_another_dtype])
+def test_what_computes_something_else_stays(near_miss):
+    assert fused(near_miss, 5 * torch.randn(32, 32).half(), torch.rand(32).half() + 0.5) == 0
+
+
+def written_behind_its_cast(cache, w, row):
+    cache = cache.clone()
+    wide = cache.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    cache.copy_(row.expand(cache.shape))
+    return (wide * scale * w.float()).to(row.dtype)
+
+
+def weight_written_behind_its_cast(x, w, row):
+    weight = w.clone()
+    kept = weight.float()
+    weight.copy_(row)
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * kept).to(x.dtype)
+
+
+@pytest.mark.parametrize("function", [written_behind_its_cast, weight_written_behind_its_cast])
+def test_a_cast_keeps_what_was_there_before_a_write(function):
+    draw = torch.Generator().manual_seed(0)
+    cache, w, row = (torch.randn(*sizes, generator=draw).bfloat16() for sizes in ((4, 32), (32,), (32,)))
+    assert fused(function, cache, w, 9 * row) == 0

@@ -56,12 +56,14 @@ def _add_in_place(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
 def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
     if not dims:
         return _roll(x.reshape(-1), shifts, [0]).view(x.shape)
+    rolled = x
     for shift, dim in zip(shifts, dims, strict=True):
         size = x.shape[dim]
         cut = -shift % size if size else 0
         if cut:
-            x = torch.cat((x.narrow(dim, cut, size - cut), x.narrow(dim, 0, cut)), dim=dim)
-    return x.clone() if all(not shift for shift in shifts) else x
+            rolled = torch.cat((rolled.narrow(dim, cut, size - cut), rolled.narrow(dim, 0, cut)), dim=dim)
+    # Whole turns move nothing, and still the result is memory of its own: x may be a cache that is written later.
+    return x.clone() if rolled is x else rolled
 
 
 def _eye(rows: int, columns: Any = None, **options: Any) -> Tensor:
@@ -133,7 +135,8 @@ def _stable_sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descen
         return NotImplemented if stable else ATEN.sort.default(x, dim, descending)
     size, dim = x.shape[dim], dim % x.dim()
     place = torch.arange(size, device=x.device).view([-1 if one == dim else 1 for one in range(x.dim())])
-    ranked = ((-x if descending else x).to(torch.int64) * size + place).sort(dim=dim).values
+    wide = x.to(torch.int64)
+    ranked = ((-wide if descending else wide) * size + place).sort(dim=dim).values
     order = torch.remainder(ranked, size)
     return x.gather(dim, order), order
 

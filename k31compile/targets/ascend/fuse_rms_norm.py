@@ -2,8 +2,8 @@
 
     Before:  xf = x.float(); y = (xf * rsqrt(mean(xf * xf, -1) + eps) * weight.float()).to(x.dtype)
     After:   y = npu_rms_norm(x, weight, eps)[0]
-    Refuses: another dimension, a step that somebody else reads, a result that stays wider than x, no weight,
-             and an x or a weight in memory that the graph writes: what the chain has read by then, the call would not.
+    Refuses: another dimension, a step that somebody else reads, a result that stays wider than x, no weight, squares in
+    bfloat16 or float16 (they round, and large ones overflow), an x or weight that the graph writes in place.
 
 Between is float32 arithmetic in both. Whether the device rounds once, or twice as models that cast before they weigh,
 is not documented: results may differ in the last bit of x's dtype.
@@ -38,11 +38,12 @@ class _Norm:
 
 def fuse_rms_norms(graph: fx.Graph, profile: Profile) -> int:
     """Replace the chains that torch_npu's operator computes, and return how many; needs an open torch_npu."""
+    # A cast keeps what was there when it was made, and the operator reads where the chain ends.
     written = written_memory(graph)
     fused = 0
     for root in list(graph.find_nodes(op="call_function", target=ATEN.rsqrt.default)):
         norm = _read(root)
-        if norm is None or {norm.source, norm.weight} & written or _objections(norm, profile):
+        if norm is None or written.intersection((norm.source, norm.weight)) or _objections(norm, profile):
             continue
         with graph.inserting_before(norm.result):
             weight = _flat(graph, norm.weight)
@@ -60,10 +61,15 @@ def _read(root: fx.Node) -> _Norm | None:
     """The norm around a reciprocal square root, where every step of it has no other reader."""
     added = _only(root.args[0], ATEN.add.Tensor)
     mean = _only(added.args[0], ATEN.mean.dim) if added is not None else None
-    if added is None or mean is None or not isinstance(added.args[1], float | int):
+    if added is None or mean is None or added.kwargs or mean.kwargs or not isinstance(added.args[1], float | int):
         return None
     wide = _squared(mean.args[0])
-    if wide is None or not _is_over_the_last(mean, wide) or len(root.users) != 1:
+    if (
+        wide is None
+        or value_of(wide).dtype.itemsize < torch.float32.itemsize
+        or not _is_over_the_last(mean, wide)
+        or len(root.users) != 1
+    ):
         return None
     scaled = next(iter(root.users))
     if scaled.target is not ATEN.mul.Tensor or set(scaled.args) != {wide, root}:

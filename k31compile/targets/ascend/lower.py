@@ -138,19 +138,27 @@ class _Lowering(fx.Interpreter):
         """
         written, indices, values, *accumulate = args
         node = self._node.args[0] if self._node is not None else None
-        if len(indices) != 1 or indices[0].dtype == torch.bool or any(accumulate) or not isinstance(node, fx.Node):
+        if len(indices) != 1 or any(accumulate) or not isinstance(node, fx.Node):
+            return None
+        if indices[0].dtype not in (torch.int32, torch.int64):  # a mask, which uint8 is too
             return None
         base_node = node.args[0] if is_view(node) else node
         if not isinstance(base_node, fx.Node) or base_node.op != "placeholder":
             return None
         base = self.env[base_node]
         joined = base.dim() - written.dim() + 1
-        if joined < 1 or base.shape[joined:] != written.shape[1:]:
+        if joined < 1 or base.shape[joined:] != written.shape[1:] or not _counts_slots(written, base, joined):
             return None
         places = unravel(indices[0].reshape(-1), base.shape[:joined])
         rows = values.expand(*indices[0].shape, *written.shape[1:]).reshape(places.shape[0], *base.shape[joined:])
         updated = torch.ops.npu.npu_scatter_nd_update_(base, places, rows.to(base.dtype))
         return updated.view(written.shape)
+
+
+def _counts_slots(view: torch.Tensor, base: torch.Tensor, joined: int) -> bool:
+    """Whether a view is all of its base with the first dimensions as one: no part of it, and nothing transposed."""
+    steps = (base.stride(joined - 1), *base.stride()[joined:])
+    return view.numel() == base.numel() and view.stride() == steps and view.storage_offset() == base.storage_offset()
 
 
 def unravel(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

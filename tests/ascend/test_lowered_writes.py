@@ -1,0 +1,135 @@
+"""Small graphs that write what they were given: lowered, they give what eager gives, in every order that is allowed."""
+
+import copy
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emulated import Emulated
+
+from k31compile.backend import captured_graph
+from k31compile.errors import TargetError
+from k31compile.targets.ascend.offline.session import open_session
+from k31compile.targets.ascend.prepare import prepare
+from k31compile.targets.ascend.profiles import profile_of
+
+A3 = profile_of("ascend-a3")
+ORDERS = 5
+
+
+class Calls(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def random_order(prepared, seed):
+    """The lowered graph with its tasks in a random order that their dependences allow; views go before their reader."""
+    from k31compile.targets.ascend.streams import _issue, _issue_views
+
+    draw, tasks = random.Random(seed), prepared.tasks
+    module = copy.deepcopy(prepared.lowered.module)
+    nodes, output = {node.name: node for node in module.graph.nodes}, module.graph.output_node()
+    left, done, scopes = dict(enumerate(tasks.before)), set(), {}
+    while left:
+        place = draw.choice([place for place, before in left.items() if done.issuperset(before)])
+        del left[place]
+        done.add(place)
+        if tasks.tasks[place].name in nodes:
+            _issue(nodes[tasks.tasks[place].name], (), scopes, output)
+    _issue_views(output, (), scopes, output)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def judge(function, *inputs):
+    """Compare results and what was written with eager, as lowered, as issued, and in random orders."""
+    from k31compile.targets.ascend.streams import write_streams
+
+    open_session(A3)
+    eager = [x.clone() for x in inputs]
+    with torch.no_grad():
+        expected = function(*eager)
+        module, tensors = captured_graph(Calls(function), inputs, {}, A3.name)
+        prepared = prepare(module, A3, tensors)
+        modules = [prepared.lowered.module, *(random_order(prepared, seed) for seed in range(ORDERS))]
+        issued = copy.deepcopy(prepared.lowered.module)
+        write_streams(issued, prepared.schedule)
+        before = [x.clone() for x in inputs]
+        for one in [*modules, issued]:
+            for x, kept in zip(inputs, before, strict=True):
+                x.copy_(kept)
+            got = Emulated(one).run(*tensors)
+            torch.testing.assert_close(tuple(got), expected if isinstance(expected, tuple) else (expected,))
+            torch.testing.assert_close(list(inputs), eager)
+
+
+def normalise(wide, w):
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * w.float()
+
+
+def norm_of_a_cache_as_it_was(cache, _slots, rows, w):
+    wide = cache.float()
+    cache[:2] = rows
+    return normalise(wide, w).to(cache.dtype)
+
+
+def whole_turn(cache, slots, rows, _w):
+    before = torch.roll(cache, cache.shape[0], 0)
+    cache[slots] = rows
+    return before * 2, cache * 2
+
+
+def sum_before_and_after(cache, slots, rows, _w):
+    before = cache.sum(-1)
+    cache[slots] = rows
+    return before, cache.sum(-1)
+
+
+@pytest.mark.parametrize("function", [norm_of_a_cache_as_it_was, whole_turn, sum_before_and_after])
+def test_what_was_read_before_a_write_is_what_was_there(function):
+    draw = torch.Generator().manual_seed(0)
+    cache, rows, w = (torch.randn(*sizes, generator=draw).bfloat16() for sizes in ((6, 32), (2, 32), (32,)))
+    judge(function, cache, torch.tensor([4, -5]), 9 * rows, w)
+
+
+def write_transposed(cache, slots, rows):
+    cache.transpose(0, 1)[slots] = rows
+    return cache + 1
+
+
+@pytest.mark.parametrize("blocks", [4, 3])
+def test_a_write_through_a_transposed_cache_is_refused_and_lands_nowhere_else(blocks):
+    # Where both dimensions are 4 the transposed view has the shape of the cache.
+    with pytest.raises(TargetError, match=r"no converter for aten\.index_put_"):
+        judge(write_transposed, torch.randn(blocks, 4, 8), torch.tensor([1, 2]), torch.randn(2, blocks, 8))
+
+
+def test_a_mask_of_bytes_is_no_list_of_places():
+    def write(cache, mask, row):
+        cache[mask] = row
+        return cache + 1
+
+    with pytest.raises(TargetError, match=r"no converter for aten\.index_put_"):
+        judge(write, torch.randn(4, 8), torch.tensor([1, 0, 1, 0], dtype=torch.uint8), torch.randn(8))
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_bytes_are_sorted_as_numbers_without_a_sign(descending):
+    def function(x):
+        values, order = torch.sort(x, stable=True, descending=descending)
+        return values, order
+
+    judge(function, torch.tensor([3, 1, 0, 255, 1, 128], dtype=torch.uint8))
