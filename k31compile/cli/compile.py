@@ -17,16 +17,23 @@ if TYPE_CHECKING:
     from k31compile.offline import OfflineGraph
 
 
+_MADE = {"ge": "GE operators", "npugraph_ex": "calls in the code that is captured"}
+
+
 def compile(
     target_name: Annotated[str, typer.Argument(metavar="TARGET", help=target.HELP)],
     folder: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the graphs are written.")],
     product: Annotated[str, typer.Option("--target", help="ascend-a3 or ascend-950.")] = "",
     offline: Annotated[bool, typer.Option("--offline", help="Convert, and stop before a device is needed.")] = False,
+    mode: Annotated[str, typer.Option(help="What is made: ge or npugraph_ex, for either product.")] = "ge",
     streams: Annotated[int, typer.Option(help="The most streams that a schedule may use, 1 to 4.")] = 4,
     super_kernel: Annotated[bool, typer.Option(help="Merge launches where the product can.")] = True,
     layers: Annotated[int | None, typer.Option(help="Build a shipped model with its first N layers only.")] = None,
 ) -> None:
-    """Lower every entry of a target for an Ascend product and convert it to GE, without CANN and without an NPU."""
+    """Lower every entry of a target for an Ascend product, without CANN and without an NPU.
+
+    The result is a GE graph, or with --mode npugraph_ex the code that a device would capture.
+    """
     if not offline:
         raise NotBuiltYetError(
             "k31 compile makes offline Ascend graphs only", hint="add --target ascend-a3 --offline, or wait for F.k31"
@@ -38,13 +45,13 @@ def compile(
     from k31compile.offline import compile_offline
     from k31compile.targets.ascend.profiles import profile_of
 
-    profile_of(product)
+    profile_of(product, mode)
     entries = target.load_entries(target_name, "bf16" if target.is_shipped(target_name) else None, layers)
     made: list[tuple[OfflineGraph, list[Path]]] = []
     with console.progress("compile", len(entries)) as advance:
         for entry in entries:
             advance(entry.name)
-            graph = compile_offline(entry, product, streams, super_kernel)
+            graph = compile_offline(entry, product, streams, super_kernel, mode)
             made.append((graph, graph.write(folder / entry.name.replace(":", "-"))))
     data = {"target": target_name, "entries": {graph.name: graph.to_dict() for graph, _ in made}}
     console.emit(data, lambda out: _render(made, out))
@@ -57,7 +64,10 @@ def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
         out.print(_lowered(data["lowered"]))
         streams = ", ".join(f"{name} {count}" for name, count in sorted(data["streams"].items()))
         blocks = sum(decision["is_nz"] for decision in data["nz_weights"])
-        out.print(f"GE operators by stream: {streams}; weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
+        out.print(f"{_MADE[data['mode']]} by stream: {streams}")
+        out.print(f"weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
+        if "events" in data:
+            out.print(f"events: {data['events']}, waits: {data['waits']}, record_streams: {data['record_streams']}")
         for line in _kept_plain(data["nz_weights"]):
             out.print(f"  {line}", markup=False, highlight=False)
         schedule = data["schedule"]

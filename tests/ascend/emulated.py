@@ -21,7 +21,7 @@ class Emulated(fx.Interpreter):
         """One node; an operator of torch_npu that is not known here is an error."""
         kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
         if isinstance(target, torch._ops.OpOverload):
-            if target.namespace == "air" and target._opname in _SKIPPED:
+            if target.namespace == "npugraph_ex" or (target.namespace == "air" and target._opname in _SKIPPED):
                 return None
             if target.namespace == "npu":
                 kernel = KERNELS[target._opname]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -18,8 +18,12 @@ from k31compile.passes.schedule.work import work_of
 _CASTS = {*CASTS, ATEN.to.device, ATEN.to.dtype_layout}
 
 
-def tasks_of(module: fx.GraphModule, costs: CostModel) -> list[Task]:
+def tasks_of(
+    module: fx.GraphModule, costs: CostModel, is_marker: Callable[[fx.Node], bool] = lambda _: False
+) -> list[Task]:
     """Every call of the graph that launches something, under its node's name, between an entry and a return.
+
+    `is_marker` says which calls only tell a target what to do with others; they are no tasks.
 
     A view launches nothing: who reads it reads the value, or the input, that it is a view of. Memory has the name of
     the input that it belongs to, or of the value whose result it is.
@@ -30,7 +34,7 @@ def tasks_of(module: fx.GraphModule, costs: CostModel) -> list[Task]:
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             owners[node] = node.name
-        elif node.op != "call_function":
+        elif node.op != "call_function" or is_marker(node):
             continue
         elif is_part_of_its_source(node):
             owners[node] = owners[node.all_input_nodes[0]]

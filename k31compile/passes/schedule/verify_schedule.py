@@ -14,18 +14,36 @@ from k31compile.passes.schedule.verify_super_kernels import CanJoin, verify_supe
 
 
 def verify_schedule(graph: TaskGraph, schedule: Schedule, can_join: CanJoin | None = None) -> None:
-    """Raise unless streams and events alone give every legal run the result of the program as it was written.
+    """Raise unless the schedule is in order (`verify_order`) and predicts the times that follow from that.
 
-    Happens-before is the order of each stream and the events, and what follows from both. It must be free of cycles,
-    order every two tasks of which one takes, reads or writes what the other writes, as the program does, and order
-    all collectives. What another stream uses must be kept for it. The predicted times must follow from it: where an
-    engine takes one task at a time, no two may ask for it at once, and the one that is predicted to have it first must
-    ask first. Tasks that are launched as one must be a part of the order of issue that nothing leaves and enters again;
-    `can_join` says which tasks the target can merge.
+    Where an engine takes one task at a time, no two may ask for it at once, and the one that is predicted to have it
+    first must ask first. Tasks that are launched as one must be a part of the order of issue that nothing leaves and
+    enters again; `can_join` says which tasks the target can merge.
 
     Raises:
         ScheduleError: with the two tasks, or the one, that it is about.
     """
+    tasks = {task.name: task for task in graph.tasks}
+    order, is_before = _in_order(graph, schedule)
+    _check_times(tasks, schedule, order, is_before)
+    conflicts = [(one, other) for one, other, _ in _conflicts(graph.tasks)]
+    verify_super_kernels(tasks, schedule, conflicts, can_join)
+
+
+def verify_order(graph: TaskGraph, schedule: Schedule) -> None:
+    """Raise unless streams and events alone give every legal run the result of the program as it was written.
+
+    Happens-before is the order of each stream and the events, and what follows from both. It must be free of cycles,
+    order every two tasks of which one takes, reads or writes what the other writes, as the program does, and order
+    all collectives. What another stream uses must be kept for it. Times are not looked at, nor regions.
+
+    Raises:
+        ScheduleError: with the two tasks, or the one, that it is about.
+    """
+    _in_order(graph, schedule)
+
+
+def _in_order(graph: TaskGraph, schedule: Schedule) -> tuple[list[str], Callable[[str, str], bool]]:
     tasks = {task.name: task for task in graph.tasks}
     _check_streams(tasks, schedule)
     order, reached = _happens_before(tasks, schedule)
@@ -44,9 +62,7 @@ def verify_schedule(graph: TaskGraph, schedule: Schedule, can_join: CanJoin | No
             if not is_before(one, other):
                 raise ScheduleError(f"{one!r} and {other!r} may start in either order", where=f"both are {engine}")
     _check_keeps(tasks, schedule)
-    _check_times(tasks, schedule, order, is_before)
-    conflicts = [(one, other) for one, other, _ in _conflicts(graph.tasks)]
-    verify_super_kernels(tasks, schedule, conflicts, can_join)
+    return order, is_before
 
 
 def _check_streams(tasks: dict[str, Task], schedule: Schedule) -> None:

@@ -1,6 +1,6 @@
 """The two Ascend products that graphs are lowered for, as torch_npu and torchair ask for them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k31compile.errors import OptionError
 
@@ -42,13 +42,18 @@ PROFILES = {
 }
 
 
-def profile_of(target: str) -> Profile:
-    """The profile of a target.
+# What a lowered graph can be made into, the first by default.
+MODES = ("ge", "npugraph_ex")
+
+
+def profile_of(target: str, mode: str = "") -> Profile:
+    """The profile of a target, for graphs of a mode; both modes are for both products.
 
     Raises:
-        OptionError: it is not an Ascend target.
+        OptionError: it is not an Ascend target, or there is no such mode.
     """
-    try:
-        return PROFILES[target]
-    except KeyError:
-        raise OptionError(f"there is no Ascend target {target!r}", hint=f"targets: {', '.join(PROFILES)}") from None
+    if target not in PROFILES:
+        raise OptionError(f"there is no Ascend target {target!r}", hint=f"targets: {', '.join(PROFILES)}")
+    if mode and mode not in MODES:
+        raise OptionError(f"there is no mode {mode!r}", where=target, hint=f"modes: {', '.join(MODES)}")
+    return replace(PROFILES[target], path=mode) if mode else PROFILES[target]

@@ -7,9 +7,8 @@ import itertools
 import torch
 from torch import fx
 
-from k31compile.graph.sizes import is_tensor
-from k31compile.passes.schedule.graph_tasks import is_part_of_its_source
 from k31compile.passes.schedule.schedule import Schedule, SuperKernel
+from k31compile.targets.ascend.issue import issue_in_order, read_by, tensors_of
 from k31compile.targets.ascend.offline.convert import STREAM, SUPER_KERNEL, SUPER_KERNEL_OPTIONS
 
 # The keys and values of one scope; a node's scopes are listed from the outermost one on.
@@ -30,22 +29,20 @@ def write_streams(module: fx.GraphModule, schedule: Schedule) -> None:
     """
     graph = module.graph
     nodes = {node.name: node for node in graph.nodes}
-    output = graph.output_node()
     region_of = {name: region for region in schedule.super_kernels for name in region.tasks}
-    scopes: dict[fx.Node, tuple[Scope, ...]] = {}
-    for name in schedule.issue_order():
-        if name in nodes:
-            _issue(nodes[name], _scopes(region_of.get(name), schedule.stream_of[name]), scopes, output)
-    _issue_views(output, (), scopes, output)
+    stream_of = schedule.stream_of
+    issued = issue_in_order(module, schedule)
     held_back = _held_back(nodes, schedule)
     inside: tuple[Scope, ...] = ()
-    for node, wanted in scopes.items():
-        _change(graph, node, inside, wanted)
+    for one in issued:
+        task = one.task
+        wanted = () if task is None else _scopes(region_of.get(task.name), stream_of[task.name])
+        _change(graph, one.nodes[0], inside, wanted)
         inside = wanted
-        if node in held_back:
-            with graph.inserting_before(node):
-                graph.call_function(torch.ops.air.wait.default, (held_back[node],))
-    _change(graph, output, inside, ())
+        if task is not None and held_back.get(task):
+            with graph.inserting_before(task):
+                graph.call_function(torch.ops.air.wait.default, (held_back[task],))
+    _change(graph, graph.output_node(), inside, ())
     graph.lint()
     module.recompile()
 
@@ -58,25 +55,6 @@ def _scopes(region: SuperKernel | None, stream: int) -> tuple[Scope, ...]:
     if stream:
         found.append(((STREAM, "_user_stream_priority"), (stream_name(stream), "0")))
     return tuple(found)
-
-
-def _issue(node: fx.Node, wanted: tuple[Scope, ...], scopes: dict[fx.Node, tuple[Scope, ...]], output: fx.Node) -> None:
-    _issue_views(node, wanted, scopes, output)
-    scopes[node] = wanted
-    output.prepend(node)
-    for user in list(node.users):
-        # What a wait can name of a result of several is one of its parts.
-        if not is_tensor(node) and is_part_of_its_source(user):
-            _issue(user, wanted, scopes, output)
-
-
-def _issue_views(
-    node: fx.Node, wanted: tuple[Scope, ...], scopes: dict[fx.Node, tuple[Scope, ...]], output: fx.Node
-) -> None:
-    """A view that is no task goes in front of its first reader, so that it is taken after what was written before."""
-    for source in node.all_input_nodes:
-        if source.op == "call_function" and source not in scopes:
-            _issue(source, wanted, scopes, output)
 
 
 def _change(graph: fx.Graph, before: fx.Node, inside: tuple[Scope, ...], wanted: tuple[Scope, ...]) -> None:
@@ -94,25 +72,7 @@ def _held_back(nodes: dict[str, fx.Node], schedule: Schedule) -> dict[fx.Node, l
     """Tasks that wait for another whose value they do not take: the cube left to somebody else, a cache's reader."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for after, before in schedule.events:
-        if after in nodes and before in nodes and nodes[after] not in _read_by(nodes[before]):
-            ended = _tensor_of(nodes[after])
-            if ended is not None:
-                found.setdefault(nodes[before], []).append(ended)
+        if after in nodes and before in nodes and nodes[after] not in read_by(nodes[before]):
+            # What a wait can name of a result of several is one of its parts.
+            found.setdefault(nodes[before], []).extend(tensors_of(nodes[after])[:1])
     return found
-
-
-def _read_by(node: fx.Node) -> set[fx.Node]:
-    """What a node reads, and what its views are taken of."""
-    found: set[fx.Node] = set()
-    for source in node.all_input_nodes:
-        found.add(source)
-        if is_part_of_its_source(source):
-            found |= _read_by(source)
-    return found
-
-
-def _tensor_of(node: fx.Node) -> fx.Node | None:
-    """The node, or the first part of a result of several: what a wait can name."""
-    if is_tensor(node):
-        return node
-    return next((user for user in node.users if is_tensor(user)), None)

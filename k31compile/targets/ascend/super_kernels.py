@@ -65,6 +65,8 @@ def can_join_in(module: fx.GraphModule) -> CanJoin:
 def _why_none(module: fx.GraphModule, profile: Profile, is_wanted: bool) -> str:
     if not is_wanted:
         return "the option super_kernel is off"
+    if profile.path != "ge":
+        return f"{profile.path} merges launches while it captures, and no region is written for that"
     if not profile.super_kernels:
         return f"GE merges no operators on {profile.name}"
     symbolic = first_symbolic(module)

@@ -71,7 +71,7 @@ def convert(module: fx.GraphModule, example_inputs: Sequence[Any]) -> GeGraph:
     config = CompilerConfig()
     compiler = _NpuFxCompiler(config)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    inputs = _on_npu(example_inputs, mode)
+    inputs = on_npu(example_inputs, mode)
     # torchair computes shapes under the mode of the compile that it runs in.
     with tracing(TracingContext(mode)), warnings.catch_warnings():
         # One for each operator whose symbolic shape it would ask of CANN; the graph has none.
@@ -80,7 +80,8 @@ def convert(module: fx.GraphModule, example_inputs: Sequence[Any]) -> GeGraph:
     return GeGraph(made.graph)
 
 
-def _on_npu(example_inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+def on_npu(example_inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """Fake tensors on an NPU of the shapes, strides and dtypes of the inputs; what is no tensor stays."""
     with mode:
         return [
             torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="npu")

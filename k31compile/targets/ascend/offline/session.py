@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib
 import io
 import os
 import sys
@@ -26,6 +27,33 @@ class Session:
     versions: dict[str, str]
 
 
+class NoStream:
+    """Stands where a stream would: it has a number and runs nothing."""
+
+    _made = 0
+
+    def __init__(self, *_: Any, stream_id: int | None = None, **__: Any) -> None:
+        NoStream._made += 1
+        self.stream_id = NoStream._made if stream_id is None else stream_id
+        self.device_index, self.device_type = 0, 20
+
+
+class NoEvent:
+    """Stands where an event would: npugraph_ex records it and waits for it while it looks at a graph."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Record nothing."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Wait for nothing."""
+
+
+_CURRENT = NoStream(stream_id=0)
+
+
 def open_session(profile: Profile) -> Session:
     """Load torch_npu over stand-ins and let it answer for `profile`; a second profile in one process is fine.
 
@@ -34,6 +62,8 @@ def open_session(profile: Profile) -> Session:
     """
     if not _opened:
         _load(profile)
+    if profile.path == "npugraph_ex":
+        _load_npugraph_ex()
     _answer_for(profile)
     import torch
     import torch_npu
@@ -66,6 +96,21 @@ def _load(profile: Profile) -> None:
         raise BuildError(f"torch_npu does not load over stand-ins of CANN: {error}") from error
     # The number of the device would be asked of the driver.
     torchair.core._backend._cached_device_id = 0
+
+
+def _load_npugraph_ex() -> None:
+    """Behind torchair, which cannot be imported once npugraph_ex is there.
+
+    It makes the events that a graph names, and asks for the device, before anything would be captured.
+    """
+    import torch_npu.dynamo.npugraph_ex  # puts it on the path under the name that it has for itself
+    import torch_npu.npu
+
+    # Its operators for events are there once this is imported.
+    importlib.import_module("npugraph_ex.ops._tagged_event")
+    torch_npu.npu.Stream, torch_npu.npu.Event = NoStream, NoEvent
+    torch_npu.npu.current_stream = lambda *_: _CURRENT
+    torch_npu.npu.current_device = lambda: 0
 
 
 def _answer_for(profile: Profile) -> None:
