@@ -14,6 +14,7 @@ from k31compile.passes.schedule.cost_model import load_costs
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.passes.schedule.verify_schedule import verify_order
 from k31compile.targets.ascend.offline.capture import AS_SCHEDULED, KEEP, RECORD, WAIT, forget_events, generate
+from k31compile.targets.ascend.offline.convert import convert
 from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.profiles import profile_of
 from k31compile.targets.ascend.tagged_streams import write_tagged_streams
@@ -149,6 +150,23 @@ def test_tensors_are_kept_for_the_streams_that_the_code_runs_on():
         for side, main in seen:
             assert (side is names["_GLOBAL_USER_TAG_TO_STREAM"]["k31_stream_1"]) == is_same
             assert (main is captured) == is_same
+
+
+def test_an_operator_whose_ge_converter_refuses_is_in_the_code():
+    open_session(PROFILE)
+    rows = torch.zeros(128, 4, 128, dtype=torch.bfloat16)
+    inputs = [rows, rows, rows, rows[..., 0].contiguous(), torch.zeros(1, 4, 128, 128, dtype=torch.bfloat16),
+              torch.full((1,), 128, dtype=torch.int32), torch.zeros(128, 4)]  # fmt: skip
+
+    def run(query, key, value, beta, state, lengths, g):
+        return torch.ops.npu.npu_chunk_gated_delta_rule(
+            query, key, value, beta=beta, initial_state=state, actual_seq_lengths=lengths, scale=1.0, g=g
+        )
+
+    module = make_fx(run, tracing_mode="fake")(*inputs)
+    assert generate(module, inputs, "small").counts() == {"npu.npu_chunk_gated_delta_rule.default": 1}
+    with pytest.raises(RuntimeError, match="not supported in GE graph mode"):
+        convert(module, inputs)
 
 
 def updated_on_the_side(cache, x):

@@ -15,9 +15,13 @@ from ascend_decode import decode  # noqa: E402
 from emulated import Emulated  # noqa: E402
 
 from k31compile.cli.entries import shipped_entries  # noqa: E402
-from k31compile.errors import OptionError, TraceError  # noqa: E402
+from k31compile.errors import OptionError, ScheduleError, TraceError  # noqa: E402
 from k31compile.offline import compile_offline  # noqa: E402
+from k31compile.passes.schedule.cost_model import load_costs  # noqa: E402
+from k31compile.passes.schedule.graph_tasks import tasks_of  # noqa: E402
+from k31compile.passes.schedule.tasks import TaskGraph  # noqa: E402
 from k31compile.targets.ascend.offline.convert import STREAM  # noqa: E402
+from k31compile.targets.ascend.verify_lowered import verify_converted  # noqa: E402
 
 A3, PRODUCT_950 = "ascend-a3", "ascend-950"
 
@@ -58,6 +62,34 @@ def test_every_node_is_on_the_stream_of_the_schedule(compiled):
 def test_the_schedule_is_not_predicted_to_be_slower_than_one_stream(compiled):
     schedule = compiled.schedule
     assert schedule.critical_path <= schedule.predicted <= schedule.serial
+
+
+def test_every_wait_and_scope_that_is_dropped_from_the_graph_is_noticed(compiled):
+    """GE waits for values by itself; what else the schedule orders hangs on these waits alone."""
+    graph, schedule = compiled.lowered.module.graph, compiled.schedule
+    costs = load_costs(A3)
+    program = TaskGraph(tasks_of(compiled.lowered.module, costs, lambda node: str(node.target).startswith("air.")))
+    verify_converted(compiled.lowered.module, schedule, program)
+    waits = graph.find_nodes(op="call_function", target=torch.ops.air.wait.default)
+    assert waits
+    assert sum(len(node.waits_for) for node in compiled.ge.operators()) >= len(waits)
+    for wait in waits:
+        waited = list(wait.args[0])
+        for one in waited:
+            wait.args = ([other for other in waited if other is not one],)
+            with pytest.raises(ScheduleError):
+                verify_converted(compiled.lowered.module, schedule, program)
+        wait.args = (waited,)
+    enter = next(
+        node
+        for node in graph.find_nodes(op="call_function", target=torch.ops.air.scope_enter.default)
+        if STREAM in node.args[0]
+    )
+    kept = enter.args
+    enter.args = (["nothing"], ["nothing"])
+    with pytest.raises(ScheduleError):
+        verify_converted(compiled.lowered.module, schedule, program)
+    enter.args = kept
 
 
 def formats(definition):
