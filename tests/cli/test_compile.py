@@ -15,6 +15,11 @@ Run = Callable[..., tuple[int, str, str]]
         (["tiny:decode", "-o", "OUT", "--offline"], 2, "--offline needs --target; targets: ascend-a3, ascend-950"),
         (["tiny:decode", "--offline", "--target", "ascend-a3", "-o", "FILE"], 2, "is a file; give -o a folder"),
         (["tiny:decode", "--offline", "--target", "ascend-b2", "-o", "OUT"], 2, "there is no Ascend target"),
+        (
+            ["tiny", "--offline", "--target", "ascend-a3", "-o", "OUT", "--streams", "9"],
+            2,
+            "--streams 9 is more or less than a schedule may use; ask for 1 to 4",
+        ),
     ],
 )
 def test_a_wrong_call_is_told(arguments, code, told, k31: Run, tmp_path):

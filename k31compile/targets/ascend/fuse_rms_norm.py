@@ -3,7 +3,8 @@
     Before:  xf = x.float(); y = (xf * rsqrt(mean(xf * xf, -1) + eps) * weight.float()).to(x.dtype)
     After:   y = npu_rms_norm(x, weight, eps)[0]
     Refuses: another dimension, a step that somebody else reads, a result that stays wider than x, no weight,
-             and an x or a weight in memory that the graph writes: what the chain has read by then, the call would not.
+             an x or a weight in memory that the graph writes (what the chain has read by then, the call would not),
+             squares in less than float32, which round, or overflow where the operator does not.
 
 Between is float32 arithmetic in both. Whether the device rounds once, or twice as models that cast before they weigh,
 is not documented: results may differ in the last bit of x's dtype.
@@ -63,7 +64,9 @@ def _read(root: fx.Node) -> _Norm | None:
     if added is None or mean is None or not isinstance(added.args[1], float | int):
         return None
     wide = _squared(mean.args[0])
-    if wide is None or not _is_over_the_last(mean, wide) or len(root.users) != 1:
+    if wide is None or value_of(wide).dtype != torch.float32:
+        return None
+    if not _is_over_the_last(mean, wide) or len(root.users) != 1:
         return None
     scaled = next(iter(root.users))
     if scaled.target is not ATEN.mul.Tensor or set(scaled.args) != {wide, root}:
