@@ -42,6 +42,8 @@ def compile(
         raise UsageError("--offline needs --target", hint="targets: ascend-a3, ascend-950")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", hint="give -o a folder")
+    if not 1 <= streams <= 4:
+        raise UsageError(f"--streams {streams} is more or less than a schedule may use", hint="ask for 1 to 4")
     from k31compile.offline import compile_offline
     from k31compile.targets.ascend.profiles import profile_of
 
@@ -53,7 +55,8 @@ def compile(
             advance(entry.name)
             graph = compile_offline(entry, product, streams, super_kernel, mode)
             made.append((graph, graph.write(folder / entry.name.replace(":", "-"))))
-    data = {"target": target_name, "entries": {graph.name: graph.to_dict() for graph, _ in made}}
+    entries_told = {graph.name: graph.to_dict() | {"written": [str(path) for path in paths]} for graph, paths in made}
+    data = {"target": target_name, "entries": entries_told}
     console.emit(data, lambda out: _render(made, out))
 
 
@@ -61,7 +64,9 @@ def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
     for graph, paths in made:
         data = graph.to_dict()
         out.print(f"{graph.name} for {graph.profile.name}: {data['verified']}")
-        out.print(_lowered(data["lowered"]))
+        out.print(
+            _lowered(data["lowered"]) if data["lowered"] else "no k31 operator in this graph: k31 explain says why not"
+        )
         streams = ", ".join(f"{name} {count}" for name, count in sorted(data["streams"].items()))
         blocks = sum(decision["is_nz"] for decision in data["nz_weights"])
         out.print(f"{_MADE[data['mode']]} by stream: {streams}")
@@ -73,7 +78,8 @@ def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
         schedule = data["schedule"]
         serial, predicted, bound = (schedule[key] * 1e6 for key in ("serial", "predicted", "critical_path"))
         out.print(
-            f"predicted, not measured: {predicted:.0f} us in streams, {serial:.0f} us on one, at least {bound:.0f} us"
+            f"predicted, not measured, one launch an operator: {predicted:.0f} us in streams, {serial:.0f} us on one, "
+            f"at least {bound:.0f} us"
         )
         out.print(_merged(schedule["super_kernels"]))
         out.print(f"written: {', '.join(map(str, paths))}\n")
@@ -83,8 +89,8 @@ def _merged(data: dict[str, Any]) -> str:
     if data["why_none"]:
         return f"super kernels: none, since {data['why_none']}"
     return (
-        f"super kernels: {data['regions']} with {data['operators']} operators; predicted, not measured: launches "
-        f"{data['launches_before']} -> {data['launches_after']}, {data['predicted'] * 1e6:.0f} us"
+        f"super kernels: {data['regions']} with {data['operators']} GE operators; predicted, not measured, with them: "
+        f"launches {data['launches_before']} -> {data['launches_after']}, {data['predicted'] * 1e6:.0f} us"
     )
 
 
@@ -102,7 +108,7 @@ def _kept_plain(decisions: list[dict[str, Any]]) -> list[str]:
 
 
 def _lowered(decisions: list[dict[str, Any]]) -> Table:
-    table = Table("k31 operator", "calls", "runs as", "why not torch_npu's")
+    table = Table("k31 operator", "calls", "runs as", "passed over, and why")
     counts: dict[tuple[str, str, str], int] = {}
     for decision in decisions:
         why = "; ".join(dict.fromkeys(decision["passed_over"]))

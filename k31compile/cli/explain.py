@@ -89,7 +89,7 @@ def _planned(entry: Entry, report: Report, product: str) -> dict[str, Planned]:
         return {}
     planned = plan(entry.name, module, product)
     report.schedule = planned.schedule.counts()
-    report.notes.append(f"the schedule's times are {planned.told()}")
+    report.notes.append(planned.summary())
     return {entry.name: planned}
 
 

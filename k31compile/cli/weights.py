@@ -28,7 +28,7 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A folder, new or empty.")],
     layout: Annotated[str, typer.Option(help="nz: blocks for Ascend; nd: back to plain tensors.")] = "nz",
     for_target: Annotated[str, typer.Option("--for", metavar="TARGET", help="Decide by this model's graph.")] = "",
-    product: Annotated[str, typer.Option("--product", help="With --for: ascend-a3 or ascend-950.")] = "ascend-a3",
+    product: Annotated[str, typer.Option("--product", help="With --for: ascend-a3 (the default) or ascend-950.")] = "",
     include: _Globs = None,
     exclude: _Globs = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the decisions and write nothing.")] = False,
@@ -36,9 +36,8 @@ def convert(
     """Write a checkpoint again with its weights in blocks, or back; repeat the call if it was interrupted."""
     from k31compile.weights.convert import plan_of, write
 
-    if layout == "nd" and (include or exclude or for_target):
-        raise UsageError("--include, --exclude and --for choose what becomes blocks", hint="leave them out with nd")
-    plan = plan_of(source, layout, _rule(source, for_target, product, include or [], exclude or []))
+    _check_call(destination, layout, for_target, product, bool(include or exclude))
+    plan = plan_of(source, layout, _rule(source, for_target, product or "ascend-a3", include or [], exclude or []))
     if not dry_run:
         with console.progress("convert", len(plan.source.shards)) as advance:
             write(plan, destination, advance)
@@ -77,6 +76,22 @@ def inspect(
         for shard in checkpoint.shards
     }
     console.emit({"files": files, "tensors": rows}, lambda out: _render_rows(rows, files, out))
+
+
+def _check_call(destination: Path, layout: str, for_target: str, product: str, has_patterns: bool) -> None:
+    from k31compile.weights.plan import LAYOUTS
+
+    if layout not in LAYOUTS:
+        raise UsageError(f"there is no layout {layout!r}", hint=f"layouts: {', '.join(LAYOUTS)}")
+    if layout == "nd" and (has_patterns or for_target):
+        raise UsageError("--include, --exclude and --for choose what becomes blocks", hint="leave them out with nd")
+    if product and not for_target:
+        raise UsageError(
+            f"--product {product} says for which product a model's graph decides, and no model is named",
+            hint="add --for TARGET, or leave --product out",
+        )
+    if destination.exists() and not destination.is_dir():
+        raise UsageError(f"{destination} is a file", hint="give a folder that is empty or new")
 
 
 def _rule(source: Path, for_target: str, product: str, include: list[str], exclude: list[str]) -> Choose:

@@ -27,6 +27,14 @@ class Planned:
         """One sentence on what the times are."""
         return f"predictions of a cost model for {self.costs.target} ({self.costs.device}); nothing was measured"
 
+    def summary(self) -> str:
+        """What is predicted, in one line."""
+        counts = self.schedule.counts()
+        return (
+            f"schedule: {_us(counts['predicted'])} in {counts['streams']} streams with {counts['events']} events, "
+            f"{_us(counts['serial'])} on one, at least {_us(self.graph.bound)}; {self.told()}"
+        )
+
 
 def section(planned: Planned) -> str:
     """Numbers, both drawings to one scale, and what the times are, as HTML."""
@@ -62,9 +70,9 @@ def trace_text(planned: list[Planned]) -> str:
 def _table(planned: Planned) -> str:
     numbers = planned.schedule.counts()
     rows = (
-        ("on one stream", _us(numbers["serial"])),
-        ("as scheduled", _us(numbers["predicted"])),
-        ("no schedule is shorter than", _us(planned.graph.bound)),
+        ("on one stream, one launch a task", _us(numbers["serial"])),
+        ("as scheduled, likewise", _us(numbers["predicted"])),
+        ("no schedule of single launches is shorter than", _us(planned.graph.bound)),
         ("critical path", _us(numbers["critical_path"])),
         ("streams", numbers["streams"]),
         ("events", numbers["events"]),

@@ -63,7 +63,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     index = _read_index(path / INDEX_FILE)
     names = _names_in(index, path) if index is not None else sorted(found.name for found in path.glob("*" + _SUFFIX))
     if not names:
-        raise WeightFileError(f"holds no {_SUFFIX} file", where=str(path), hint="give a .safetensors or its folder")
+        raise WeightFileError(
+            f"the folder holds no {_SUFFIX} file", where=str(path), hint="give a .safetensors or its folder"
+        )
     checkpoint = Checkpoint(path, tuple(_shard(path / name) for name in names), index)
     _check_names(checkpoint)
     return checkpoint
@@ -82,10 +84,10 @@ def _read_index(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise WeightFileError(f"cannot be read as an index: {error}", where=str(path)) from error
+        raise WeightFileError(f"the index cannot be read: {error}", where=str(path)) from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise WeightFileError("has no weight_map from tensor names to file names", where=str(path))
+        raise WeightFileError("the index has no weight_map from tensor names to file names", where=str(path))
     return index
 
 
@@ -94,7 +96,9 @@ def _names_in(index: dict[str, Any], folder: Path) -> list[str]:
     for name in names:
         # A file name with a path in it could reach outside of the folder.
         if Path(name).name != name or not name.endswith(_SUFFIX):
-            raise WeightFileError(f"names {name!r}, which is no file of its folder", where=str(folder / INDEX_FILE))
+            raise WeightFileError(
+                f"the index names {name!r}, which is no file of its folder", where=str(folder / INDEX_FILE)
+            )
     return names
 
 

@@ -107,7 +107,9 @@ def _write_shard(plan: Plan, shard: Shard, journal: Journal, has_digests: bool) 
             if has_digests:
                 digests[step.tensor.name] = digest.hexdigest()
         if signature(shard.file.path) != before:
-            raise WeightFileError("was changed while it was read", where=str(shard.file.path), hint="run it again")
+            raise WeightFileError(
+                "the file was changed while it was read", where=str(shard.file.path), hint="run it again"
+            )
     journal.add(shard.name, Finished(out.hexdigest(), source_hash, digests))
 
 
@@ -187,4 +189,6 @@ def _told(folder: Path) -> Iterator[None]:
     except OSError as error:
         where = str(error.filename or folder)
         hint = "what was being written is removed; the same call goes on with the shards that are finished"
-        raise WeightFileError(f"cannot be written: {error.strerror or error}", where=where, hint=hint) from error
+        raise WeightFileError(
+            f"the folder cannot be written: {error.strerror or error}", where=where, hint=hint
+        ) from error

@@ -44,7 +44,7 @@ class Journal:
             others = [entry.name for entry in folder.iterdir() if not entry.name.startswith(f".{JOURNAL}.")]
             if others:
                 raise WeightFileError(
-                    f"is not empty ({sorted(others)[0]}), and nothing is written over",
+                    f"the folder holds {sorted(others)[0]} already, and nothing is written over",
                     where=str(folder),
                     hint="give a folder that is empty or new, or the one of an interrupted conversion",
                 )

@@ -32,7 +32,7 @@ Choose = Callable[[str, TensorRecord], Choice]
 def impossible(record: TensorRecord) -> str:
     """Why a tensor cannot be stored in blocks at all; empty where it can."""
     if len(record.shape) < 2:
-        return f"it has {len(record.shape)} dimensions, and blocks store matrices"
+        return "it has less than two dimensions, and blocks store matrices"
     if record.dtype not in ITEM_SIZES:
         return f"its dtype is {record.dtype}: blocks are made of {', '.join(ITEM_SIZES)}"
     if 0 in record.shape:

@@ -82,9 +82,9 @@ def read_tensor_file(path: Path) -> TensorFile:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
     except OSError as error:
-        raise WeightFileError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+        raise WeightFileError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
     except (SafetensorError, ValueError) as error:
-        raise WeightFileError(f"is cut off or no safetensors file: {error}", where=str(path)) from error
+        raise WeightFileError(f"the file is cut off or no safetensors file: {error}", where=str(path)) from error
     metadata = header.pop(_METADATA, {})
     tensors = tuple(
         StoredTensor(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])

@@ -15,6 +15,7 @@ from emulated import Emulated
 
 from k31compile.backend import captured_graph
 from k31compile.errors import TargetError
+from k31compile.targets.ascend.issue import issue_in_order
 from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.prepare import prepare
 from k31compile.targets.ascend.profiles import profile_of
@@ -36,19 +37,15 @@ class Calls(nn.Module):
 
 def random_order(prepared, seed):
     """The lowered graph with its tasks in a random order that their dependences allow; views go before their reader."""
-    from k31compile.targets.ascend.streams import _issue, _issue_views
-
     draw, tasks = random.Random(seed), prepared.tasks
-    module = copy.deepcopy(prepared.lowered.module)
-    nodes, output = {node.name: node for node in module.graph.nodes}, module.graph.output_node()
-    left, done, scopes = dict(enumerate(tasks.before)), set(), {}
+    left, done, order = dict(enumerate(tasks.before)), set(), []
     while left:
         place = draw.choice([place for place, before in left.items() if done.issuperset(before)])
         del left[place]
         done.add(place)
-        if tasks.tasks[place].name in nodes:
-            _issue(nodes[tasks.tasks[place].name], (), scopes, output)
-    _issue_views(output, (), scopes, output)
+        order.append(tasks.tasks[place].name)
+    module = copy.deepcopy(prepared.lowered.module)
+    issue_in_order(module, order)
     module.graph.lint()
     module.recompile()
     return module

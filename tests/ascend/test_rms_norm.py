@@ -108,9 +108,22 @@ def weight_for_each_row(x, w):
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * w.float()[:, None]).to(x.dtype)
 
 
+def narrow(x, w):
+    """In float16 the squares of 300 are no numbers any more; torch_npu's operator squares in float32."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * w
+
+
 @pytest.mark.parametrize(
     "near_miss",
-    [other_dimension, cubed, squares_of_something_else, stays_wide, scale_is_read_elsewhere, weight_for_each_row],
+    [
+        other_dimension,
+        cubed,
+        squares_of_something_else,
+        stays_wide,
+        scale_is_read_elsewhere,
+        weight_for_each_row,
+        narrow,
+    ],
 )
 def test_what_is_no_such_norm_stays(near_miss):
     assert fused(near_miss, torch.randn(32, 32).bfloat16(), torch.rand(32).bfloat16() + 0.5) == 0
@@ -127,6 +140,12 @@ def test_a_cache_that_is_written_before_the_result_is_not_read_anew():
     module = make_fx(function, decomposition_table=decomposition_table())(torch.randn(4, 32), torch.ones(32))
     open_session(A3)
     assert fuse_rms_norms(module.graph, A3) == 0
+
+
+def test_squares_that_overflow_in_the_authors_dtype_still_do():
+    large = torch.full((2, 32), 300.0, dtype=torch.float16)
+    assert torch.equal(narrow(large, torch.ones(32, dtype=torch.float16)), torch.zeros_like(large))
+    assert fused(narrow, large, torch.ones(32, dtype=torch.float16)) == 0
 
 
 def test_a_weight_of_another_dtype_stays():

@@ -20,6 +20,11 @@ Run = Callable[..., tuple[int, str, str]]
             2,
             "there is no mode 'acl'",
         ),
+        (
+            ["tiny", "--offline", "--target", "ascend-a3", "-o", "OUT", "--streams", "9"],
+            2,
+            "--streams 9 is more or less than a schedule may use; ask for 1 to 4",
+        ),
     ],
 )
 def test_a_wrong_call_is_told(arguments, code, told, k31: Run, tmp_path):

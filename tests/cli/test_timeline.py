@@ -31,7 +31,10 @@ def test_a_schedule_is_drawn_told_and_traced(k31_json, small, tmp_path):
     assert code == 0
     told = data["entries"]["small"]["schedule"]
     assert 0 < told["critical_path"] <= told["predicted"] <= told["serial"]
-    assert any("nothing was measured" in note for note in data["entries"]["small"]["notes"])
+    (note,) = (note for note in data["entries"]["small"]["notes"] if note.startswith("schedule: "))
+    assert f"{told['predicted'] * 1e6:.1f} us in {told['streams']} streams with {told['events']} events" in note
+    assert f"{told['serial'] * 1e6:.1f} us on one" in note
+    assert note.endswith("nothing was measured")
     text = html.read_text()
     assert "All times are predictions of a cost model" in text
     before, after = (ElementTree.fromstring(svg) for svg in re.findall(r'<svg[^>]*predicted">.*?</svg>', text))

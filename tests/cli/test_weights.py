@@ -58,9 +58,11 @@ def test_a_dry_run_lists_the_decisions_and_writes_nothing(file, tmp_path, k31, k
     ("argv", "code", "says"),
     [
         (("convert", "nowhere", "nz"), 1, "K31-0502: there is no such file or folder (nowhere)"),
-        (("convert", "FILE", "nz", "--layout", "zn"), 1, "there is no layout 'zn'; layouts: nz, nd"),
+        (("convert", "FILE", "nz", "--layout", "zn"), 2, "there is no layout 'zn'; layouts: nz, nd"),
         (("convert", "FILE", "nz", "--layout", "nd"), 1, "nothing to convert to nd"),
         (("convert", "FILE", "nz", "--layout", "nd", "--include", "a"), 2, "choose what becomes blocks"),
+        (("convert", "FILE", "nz", "--product", "ascend-950"), 2, "add --for TARGET, or leave --product out"),
+        (("convert", "FILE", "FILE"), 2, "is a file; give a folder that is empty or new"),
         (("convert", "FILE", "nz", "--include", "a"), 1, "--include 'a' fits no tensor"),
         (("inspect", "nowhere"), 1, "there is no such file or folder"),
         (("convert", "FILE"), 2, "Missing argument 'DST'"),

@@ -94,6 +94,13 @@ def test_a_package_that_is_not_there_is_told_and_never_imported():
     assert "fla_npu" not in sys.modules
 
 
+def test_a_package_whose_function_is_never_taken_is_not_said_to_be_missing():
+    """To install it would help nobody; its own reason is told, as the table of docs/ascend-operators.md does."""
+    _, decision = choose("kda_chunk", EAGER, *operands(70))
+    assert told_of(decision, "vllm_ascend") == "vllm_ascend: calls fla_npu, which is asked for itself"
+    assert told_of(decision, "sgl_kernel_npu").startswith("sgl_kernel_npu: exports parts")
+
+
 @pytest.mark.parametrize(("operator", "tokens"), [("kda_recurrent", 3), ("kda_chunk", 70)])
 @pytest.mark.parametrize("layout", ["KV", "VK"])
 def test_an_installed_package_is_taken_and_its_arithmetic_is_the_operators(install, operator, tokens, layout):

@@ -143,6 +143,6 @@ def test_events_and_regions_are_drawn_and_the_page_says_what_the_times_are():
     numbers = one.schedule.counts()
     assert one.graph.bound == pytest.approx(numbers["predicted"])
     assert numbers["predicted"] < 0.6 * numbers["serial"]
-    assert f"<td>as scheduled</td><td>{numbers['predicted'] * 1e6:.1f} us</td>" in text
+    assert f"<td>as scheduled, likewise</td><td>{numbers['predicted'] * 1e6:.1f} us</td>" in text
     spans = [event for event in json.loads(trace_text([one]))["traceEvents"] if event["ph"] == "X"]
     assert sum(span["args"].get("super_kernel") == "sk0" for span in spans) == 2

@@ -160,7 +160,7 @@ def damaged(folder, how):
         ("cut off", "cut off or no safetensors file"),
         ("text", "cut off or no safetensors file"),
         ("missing", "the index names it, and it does not exist"),
-        ("index", "cannot be read as an index"),
+        ("index", "the index cannot be read"),
         ("reach", "is no file of its folder"),
         ("unnamed", "does not name layers.1.scalar"),
     ],
@@ -178,7 +178,7 @@ def test_the_destination_must_be_free(checkpoint, tmp_path):
         convert(checkpoint, checkpoint)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    with pytest.raises(WeightFileError, match=r"is not empty \(mine.txt\)"):
+    with pytest.raises(WeightFileError, match=r"the folder holds mine.txt already, and nothing is written over \("):
         convert(checkpoint, tmp_path / "full")
     assert list(files_of(tmp_path / "full")) == ["mine.txt"]
     (tmp_path / "held").mkdir()

@@ -114,7 +114,7 @@ def _of_readers(readers: Readers, product: str) -> tuple[str, str]:
 def _of_sides(weight: fx.Node) -> tuple[str, str]:
     shape = shape_of(weight)
     if len(shape) < 2:
-        return f"it has {len(shape)} dimensions, and blocks store matrices", ""
+        return "it has less than two dimensions, and blocks store matrices", ""
     rows, columns = shape[-2:]
     if 1 in (rows, columns):
         return f"a side of {list(shape)} is 1, which blocks do not support", "none is needed: such a product is small"

@@ -2,8 +2,9 @@
 
     Before:  xf = x.float(); y = (xf * rsqrt(mean(xf * xf, -1) + eps) * weight.float()).to(x.dtype)
     After:   y = npu_rms_norm(x, weight, eps)[0]
-    Refuses: another dimension, a step that somebody else reads, a result that stays wider than x, no weight, squares in
-    bfloat16 or float16 (they round, and large ones overflow), an x or weight that the graph writes in place.
+    Refuses: another dimension, a step that somebody else reads, a result that stays wider than x, no weight,
+             an x or a weight in memory that the graph writes (what the chain has read by then, the call would not),
+             squares in less than float32, which round, or overflow where the operator does not.
 
 Between is float32 arithmetic in both. Whether the device rounds once, or twice as models that cast before they weigh,
 is not documented: results may differ in the last bit of x's dtype.
@@ -64,12 +65,9 @@ def _read(root: fx.Node) -> _Norm | None:
     if added is None or mean is None or added.kwargs or mean.kwargs or not isinstance(added.args[1], float | int):
         return None
     wide = _squared(mean.args[0])
-    if (
-        wide is None
-        or value_of(wide).dtype.itemsize < torch.float32.itemsize
-        or not _is_over_the_last(mean, wide)
-        or len(root.users) != 1
-    ):
+    if wide is None or value_of(wide).dtype != torch.float32:
+        return None
+    if not _is_over_the_last(mean, wide) or len(root.users) != 1:
         return None
     scaled = next(iter(root.users))
     if scaled.target is not ATEN.mul.Tensor or set(scaled.args) != {wide, root}:

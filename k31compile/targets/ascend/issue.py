@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
 from k31compile.graph.sizes import is_tensor
 from k31compile.passes.schedule.graph_tasks import is_part_of_its_source
-from k31compile.passes.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Issued:
     nodes: tuple[fx.Node, ...]
 
 
-def issue_in_order(module: fx.GraphModule, schedule: Schedule) -> list[Issued]:
-    """Move the nodes into the order of issue, and return them by task.
+def issue_in_order(module: fx.GraphModule, tasks: Iterable[str]) -> list[Issued]:
+    """Move the nodes into an order of the tasks, such as that of issue, and return them by task.
 
     A view that is no task goes in front of its first reader, so that it is taken after what was written before.
     """
@@ -33,7 +33,7 @@ def issue_in_order(module: fx.GraphModule, schedule: Schedule) -> list[Issued]:
     output = module.graph.output_node()
     placed: set[fx.Node] = set()
     found: list[Issued] = []
-    for name in schedule.issue_order():
+    for name in tasks:
         if name in nodes:
             group: list[fx.Node] = []
             _issue(nodes[name], placed, group)

@@ -31,7 +31,7 @@ def write_streams(module: fx.GraphModule, schedule: Schedule) -> None:
     nodes = {node.name: node for node in graph.nodes}
     region_of = {name: region for region in schedule.super_kernels for name in region.tasks}
     stream_of = schedule.stream_of
-    issued = issue_in_order(module, schedule)
+    issued = issue_in_order(module, schedule.issue_order())
     held_back = _held_back(nodes, schedule)
     inside: tuple[Scope, ...] = ()
     for one in issued:

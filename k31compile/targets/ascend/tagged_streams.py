@@ -40,7 +40,7 @@ def write_tagged_streams(module: fx.GraphModule, schedule: Schedule, graph_name:
         kept.setdefault(result, []).append(stream)
     stream_of = schedule.stream_of
     inside = 0
-    for issued in issue_in_order(module, schedule):
+    for issued in issue_in_order(module, schedule.issue_order()):
         name = "" if issued.task is None else issued.task.name
         stream = stream_of.get(name, 0)
         with graph.inserting_before(issued.nodes[0]):

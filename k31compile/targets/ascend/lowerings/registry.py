@@ -62,7 +62,8 @@ class Lowering:
             missing = why_not_own(self.operator, profile)
         elif self.provider == TORCH_NPU:
             missing = lacks_in_torch_npu(self.calls)
-        found = [missing] if missing else list(self.objections(profile, *args, **kwargs))
+        # Installing what would never be taken is no remedy, so that is what is told.
+        found = [self.never or missing] if missing else list(self.objections(profile, *args, **kwargs))
         if not found and self.function is not None:
             broken = self.function.why_not()
             found = [broken] if broken else []
