@@ -90,6 +90,7 @@ class OfflineGraph:
         return {
             "entry": self.name,
             "target": self.profile.name,
+            "may_round": self.profile.may_round,
             "mode": self.profile.path,
             "verified": VERIFIED if is_ge else VERIFIED_CODE,
             "versions": self.versions,
@@ -130,12 +131,18 @@ class OfflineGraph:
 
 
 def compile_offline(
-    entry: Entry, target: str, streams: int = 4, super_kernel: bool = True, mode: str = "ge"
+    entry: Entry,
+    target: str,
+    streams: int = 4,
+    super_kernel: bool = True,
+    mode: str = "ge",
+    may_round: bool = False,
 ) -> OfflineGraph:
     """Compile one entry for an Ascend target, and stop before anything would be loaded onto a device.
 
     At most `streams` streams are used; launches are merged where `super_kernel` says so and the product can. `mode` is
-    "ge" for a GE graph, "npugraph_ex" for code that is captured, which may call operators that have no GE converter.
+    "ge" for a GE graph, "npugraph_ex" for code that is captured, which may call operators that have no GE converter. With `may_round` operators
+    get bfloat16 where the model computes in float32, which changes numbers: the 950's indexer takes no other weights.
 
     Raises:
         OptionError: target is no Ascend target, or mode no mode.
@@ -144,7 +151,7 @@ def compile_offline(
         TargetError: an operator has no lowering.
         ScheduleError: what was lowered does not keep the schedule, which is a fault of this package.
     """
-    profile = profile_of(target, mode)
+    profile = replace(profile_of(target, mode), may_round=may_round)
     session = open_session(profile)
     with entry.grad_mode():
         module, arguments = captured_graph(entry.model, entry.args, entry.kwargs, target)

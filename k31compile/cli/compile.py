@@ -28,6 +28,9 @@ def compile(
     mode: Annotated[str, typer.Option(help="What is made: ge or npugraph_ex, for either product.")] = "ge",
     streams: Annotated[int, typer.Option(help="The most streams that a schedule may use, 1 to 4.")] = 4,
     super_kernel: Annotated[bool, typer.Option(help="Merge launches where the product can.")] = True,
+    may_round: Annotated[
+        bool, typer.Option("--may-round", help="Give operators bfloat16 where the model has float32: changes numbers.")
+    ] = False,
     layers: Annotated[int | None, typer.Option(help="Build a shipped model with its first N layers only.")] = None,
 ) -> None:
     """Lower every entry of a target for an Ascend product, without CANN and without an NPU.
@@ -53,7 +56,7 @@ def compile(
     with console.progress("compile", len(entries)) as advance:
         for entry in entries:
             advance(entry.name)
-            graph = compile_offline(entry, product, streams, super_kernel, mode)
+            graph = compile_offline(entry, product, streams, super_kernel, mode, may_round)
             made.append((graph, graph.write(folder / entry.name.replace(":", "-"))))
     entries_told = {graph.name: graph.to_dict() | {"written": [str(path) for path in paths]} for graph, paths in made}
     data = {"target": target_name, "entries": entries_told}

@@ -35,3 +35,10 @@ def test_every_layer_is_there_and_no_cache_is_copied(target, layers, kda, attent
     assert "TensorMove" not in counts
     assert made.schedule.predicted <= made.schedule.serial
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20, "4 GiB, in KiB"
+
+
+def test_the_950_takes_the_indexer_where_rounding_is_allowed():
+    (entry,) = shipped_entries("full", "decode", "bf16", 5)
+    made = compile_offline(entry, "ascend-950", may_round=True)
+    assert made.ge.counts()["LightningIndexer"] == 1
+    assert made.to_dict()["may_round"]

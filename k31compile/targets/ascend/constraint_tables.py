@@ -73,7 +73,7 @@ _PAGE = multiple("block size", 16, 16, 1024, remedy="choose pages of 16 to 1024 
 _PAGED = one_of("key layout", ("PA_BSND",), remedy="keep the cache in pages with a block table")
 _NO_MASK = one_of("mask", (None,), remedy="say what is visible by lengths instead of a mask")
 _GROUPS_OF_HEADS = "split the heads into groups that are allowed"
-_TO_BF16 = f"cast it to bfloat16, or allow that with Profile.may_round ({_CAST})"
+_TO_BF16 = f"cast it to bfloat16, or allow that with --may-round ({_CAST})"
 
 TABLES: Mapping[str, Table] = {
     "npu_lightning_indexer": Table(
@@ -83,7 +83,7 @@ TABLES: Mapping[str, Table] = {
             one_of("key dtype", _HALF, remedy="keep the index keys in bfloat16"),
             one_of("weights dtype", (*_HALF, _FP32), (A3,), _CAST),
             one_of("weights dtype", _HALF, (P950,), "project the head weights in bfloat16, as their weight is; float32 "
-                   "ones of up to 21 heads are split in three; Profile.may_round allows rounding"),
+                   "ones of up to 21 heads are split in three; --may-round allows rounding"),
             one_of("index head dim", (128,), remedy="index_head_dim = 128"),
             between("index heads", 1, 64, (A3,), "index_n_heads of at most 64"),
             one_of("index heads", (8, 16, 24, 32, 64), (P950,), "fewer heads are filled up with weights of 0"),
