@@ -141,8 +141,9 @@ def compile_offline(
     """Compile one entry for an Ascend target, and stop before anything would be loaded onto a device.
 
     At most `streams` streams are used; launches are merged where `super_kernel` says so and the product can. `mode` is
-    "ge" for a GE graph, "npugraph_ex" for code that is captured, which may call operators that have no GE converter. With `may_round` operators
-    get bfloat16 where the model computes in float32, which changes numbers: the 950's indexer takes no other weights.
+    "ge" for a GE graph, "npugraph_ex" for code that is captured, which may call operators that have no GE converter.
+    With `may_round` operators get bfloat16 where the model computes in float32, which changes numbers: the 950's indexer
+    takes no other weights.
 
     Raises:
         OptionError: target is no Ascend target, or mode no mode.
