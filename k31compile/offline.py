@@ -142,8 +142,8 @@ def compile_offline(
 
     At most `streams` streams are used; launches are merged where `super_kernel` says so and the product can. `mode` is
     "ge" for a GE graph, "npugraph_ex" for code that is captured, which may call operators that have no GE converter.
-    With `may_round` operators get bfloat16 where the model computes in float32, which changes numbers: the 950's indexer
-    takes no other weights.
+    With `may_round` operators get bfloat16 where the model computes in float32, which changes numbers: no other weights
+    are taken by the 950's indexer.
 
     Raises:
         OptionError: target is no Ascend target, or mode no mode.
