@@ -102,6 +102,43 @@ def test_what_was_read_before_a_write_is_what_was_there(function):
     judge(function, cache, torch.tensor([4, -5]), 9 * rows, w)
 
 
+def two_layers_share(cache, slots, rows, _w):
+    cache[slots] = rows
+    first = cache.sum(0)
+    cache[slots - 1] = rows + first
+    return cache.sum(0) + first
+
+
+def two_layers_share_pages(cache, slots, rows, _w):
+    flat = cache.view(3, 2, 32).view(6, 32)
+    flat[slots] = rows
+    first = cache[1] * 2
+    flat.index_copy_(0, slots % 6, rows + first)
+    return cache.sum(0) + first
+
+
+def block_and_offset(cache, slots, rows, _w):
+    pages = cache.view(3, 2, 32)
+    pages[slots // 2, slots % 2] = rows
+    return cache * 2
+
+
+@pytest.mark.parametrize("function", [two_layers_share, two_layers_share_pages, block_and_offset])
+def test_a_cache_is_written_twice_and_by_block_and_offset(function):
+    draw = torch.Generator().manual_seed(0)
+    cache, rows, w = (torch.randn(*sizes, generator=draw).bfloat16() for sizes in ((6, 32), (2, 32), (32,)))
+    judge(function, cache, torch.tensor([4, -5]), 9 * rows, w)
+
+
+def test_places_of_several_dimensions_count_from_the_end_too():
+    def write(cache, blocks, offsets, rows):
+        cache[blocks, offsets] = rows
+        return cache.sum(0)
+
+    places = torch.tensor([[2], [-4]]), torch.tensor([0, -1, 3], dtype=torch.int32).long()
+    judge(write, torch.randn(4, 5, 3, 2), *places, torch.randn(2, 3, 3, 2))
+
+
 def write_transposed(cache, slots, rows):
     cache.transpose(0, 1)[slots] = rows
     return cache + 1

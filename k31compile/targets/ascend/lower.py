@@ -19,7 +19,7 @@ from k31compile.errors import TargetError
 from k31compile.graph.dataflow import ATEN
 from k31compile.graph.sizes import value_of
 from k31compile.graph.source import source_line
-from k31compile.graph.views import is_view
+from k31compile.graph.views import COPIES, is_view
 from k31compile.targets.ascend.converters import refuse_without_converter
 from k31compile.targets.ascend.decompositions import coordinates_along, decomposition_table
 from k31compile.targets.ascend.fuse_rms_norm import fuse_rms_norms
@@ -30,6 +30,8 @@ from k31compile.targets.ascend.profiles import Profile
 from k31compile.targets.ascend.share_equal import drop_dead_copies, share_equal_calls
 from k31compile.targets.ascend.state_places import find_state_places
 from k31compile.targets.reinplace import reinplace_cache_writes
+
+_WRITES = (ATEN.index_put_.default, ATEN.index_copy_.default)
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,13 @@ class _Lowering(fx.Interpreter):
 
     def _write_along(self, cache: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
         """A write along one dimension of a cache, as one scatter in place; None where it is no input of the graph."""
-        node = self._node.args[0] if self._node is not None else None
-        if not isinstance(node, fx.Node) or node.op != "placeholder":
+        base = self._cache()
+        if base is None or base.shape != cache.shape or not _is_all_of(cache, base):
             return None
         dim %= cache.dim()
         places = coordinates_along(cache.shape[:dim], index)
         rows = source.reshape(places.shape[0], *cache.shape[dim + 1 :]).to(cache.dtype)
-        return torch.ops.npu.npu_scatter_nd_update_(cache, places, rows)
+        return torch.ops.npu.npu_scatter_nd_update_(base, places, rows)
 
     def _write_rows(self, args: Sequence[Any]) -> Any:
         """A write of rows into a cache, or into a view of one that joins its first dimensions, as one scatter in place.
@@ -137,28 +139,53 @@ class _Lowering(fx.Interpreter):
         torchair converts no index_put; a scatter names (block, offset) where the view counted slots.
         """
         written, indices, values, *accumulate = args
-        node = self._node.args[0] if self._node is not None else None
-        if len(indices) != 1 or any(accumulate) or not isinstance(node, fx.Node):
+        base = self._cache()
+        # A mask, which uint8 is too, names no places.
+        are_places = all(index is not None and index.dtype in (torch.int32, torch.int64) for index in indices)
+        if base is None or any(accumulate) or not are_places:
             return None
-        if indices[0].dtype not in (torch.int32, torch.int64):  # a mask, which uint8 is too
+        indices = torch.broadcast_tensors(*indices)
+        places = _places_in(base, written, indices)
+        if places is None:
             return None
-        base_node = node.args[0] if is_view(node) else node
-        if not isinstance(base_node, fx.Node) or base_node.op != "placeholder":
-            return None
-        base = self.env[base_node]
-        joined = base.dim() - written.dim() + 1
-        if joined < 1 or base.shape[joined:] != written.shape[1:] or not _counts_slots(written, base, joined):
-            return None
-        places = unravel(indices[0].reshape(-1), base.shape[:joined])
-        rows = values.expand(*indices[0].shape, *written.shape[1:]).reshape(places.shape[0], *base.shape[joined:])
+        rows = values.expand(*indices[0].shape, *written.shape[len(indices) :])
+        rows = rows.reshape(places.shape[0], *base.shape[places.shape[1] :])
         updated = torch.ops.npu.npu_scatter_nd_update_(base, places, rows.to(base.dtype))
         return updated.view(written.shape)
 
+    def _cache(self) -> torch.Tensor | None:
+        """The input that the write at hand writes, maybe through views and after other writes; None for a value."""
+        node = self._node.args[0] if self._node is not None else None
+        while isinstance(node, fx.Node) and node.op != "placeholder":
+            is_same_memory = node.target in _WRITES or (is_view(node) and node.target not in COPIES)
+            node = node.args[0] if is_same_memory else None
+        return self.env[node] if isinstance(node, fx.Node) else None
 
-def _counts_slots(view: torch.Tensor, base: torch.Tensor, joined: int) -> bool:
-    """Whether a view is all of its base with the first dimensions as one: no part of it, and nothing transposed."""
-    steps = (base.stride(joined - 1), *base.stride()[joined:])
-    return view.numel() == base.numel() and view.stride() == steps and view.storage_offset() == base.storage_offset()
+
+def _places_in(base: torch.Tensor, view: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """[N, dims]: where in a cache the places lie that are named by the first dimensions of a view of it.
+
+    None where the view is not the whole cache in its order, or a place in it is no row of the cache.
+    """
+    count, size = len(indices), view.shape
+    dims = base.dim() - len(size) + count
+    if dims < 1 or base.shape[dims:] != size[count:] or not _is_all_of(view, base):
+        return None
+    if count == 1:
+        return unravel(indices[0].reshape(-1), base.shape[:dims])
+    columns = [torch.remainder(index.reshape(-1), size[i]) for i, index in enumerate(indices)]
+    if size == base.shape:
+        return torch.stack(columns, dim=1)
+    flat = columns[0]
+    for i, column in enumerate(columns[1:], start=1):
+        flat = flat * size[i] + column
+    return unravel(flat, base.shape[:dims])
+
+
+def _is_all_of(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view is all of its base in the same order: no part of it, and nothing transposed."""
+    same = view.shape == base.shape and view.stride() == base.stride()
+    return view.numel() == base.numel() and (same or (view.is_contiguous() and base.is_contiguous()))
 
 
 def unravel(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
