@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from k31compile.errors import WeightFileError
+from k31compile.weights.journal import JOURNAL
 from k31compile.weights.record import ND, FileRecord, TensorRecord, read_record
 from k31compile.weights.tensor_file import StoredTensor, TensorFile, read_tensor_file
 
@@ -60,6 +61,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if path.is_file():
         return Checkpoint(path, (_shard(path),), None)
+    if (path / JOURNAL).exists():
+        raise WeightFileError(
+            "the folder holds an interrupted conversion, and not all of its shards",
+            where=str(path),
+            hint="repeat the call that was interrupted",
+        )
     index = _read_index(path / INDEX_FILE)
     names = _names_in(index, path) if index is not None else sorted(found.name for found in path.glob("*" + _SUFFIX))
     if not names:

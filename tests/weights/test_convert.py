@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from k31compile.errors import WeightFileError
 from k31compile.passes.layout.fractal_nz import nz_shape, to_fractal_nz
 from k31compile.weights import convert
+from k31compile.weights.checkpoint import open_checkpoint
 from k31compile.weights.convert import plan_of
 from k31compile.weights.journal import JOURNAL, alone_in
 from k31compile.weights.record import KEY
@@ -215,6 +216,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half(checkpoint, tmp_path, m
     with failing(monkeypatch, size, errno.ENOSPC), pytest.raises(WeightFileError, match="the same call goes on"):
         convert(checkpoint, tmp_path / "nz")
     assert sorted(files_of(tmp_path / "nz")) == [JOURNAL, "model-00001-of-00002.safetensors"]
+    with pytest.raises(WeightFileError, match="interrupted conversion, and not all of its shards"):
+        open_checkpoint(tmp_path / "nz")
     convert(checkpoint, tmp_path / "nz")
     convert(checkpoint, tmp_path / "whole")
     assert files_of(tmp_path / "nz") == files_of(tmp_path / "whole")
