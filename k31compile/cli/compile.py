@@ -70,9 +70,9 @@ def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
         streams = ", ".join(f"{name} {count}" for name, count in sorted(data["streams"].items()))
         blocks = sum(decision["is_nz"] for decision in data["nz_weights"])
         out.print(f"{_MADE[data['mode']]} by stream: {streams}")
-        out.print(f"weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
         if "events" in data:
             out.print(f"events: {data['events']}, waits: {data['waits']}, record_streams: {data['record_streams']}")
+        out.print(f"weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
         kept: dict[tuple[str, str], list[str]] = {}
         for decision in data["nz_weights"]:
             if not decision["is_nz"]:
