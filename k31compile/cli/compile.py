@@ -73,9 +73,9 @@ def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:
         streams = ", ".join(f"{name} {count}" for name, count in sorted(data["streams"].items()))
         blocks = sum(decision["is_nz"] for decision in data["nz_weights"])
         out.print(f"{_MADE[data['mode']]} by stream: {streams}")
-        out.print(f"weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
         if "events" in data:
             out.print(f"events: {data['events']}, waits: {data['waits']}, record_streams: {data['record_streams']}")
+        out.print(f"weights kept in blocks: {blocks} of {len(data['nz_weights'])}")
         for line in _kept_plain(data["nz_weights"]):
             out.print(f"  {line}", markup=False, highlight=False)
         schedule = data["schedule"]
