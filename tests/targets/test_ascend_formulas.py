@@ -203,6 +203,7 @@ FORMULAS = [
     (ATEN.amax.default, (X,)),
     (ATEN.amin.default, (X, [0, -1], True)),
     (ATEN.amin.default, (TIED, [1])),
+    (ATEN.amin.default, (torch.tensor([[-128, 3, 127], [5, 127, -7]], dtype=torch.int8), [1])),
     (ATEN.exp2.default, (X,)),
     (ATEN.add_.Scalar, (X, 3)),
     (ATEN.add_.Scalar, (TIED, 2, 5)),

@@ -42,6 +42,9 @@ def _amax(x: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
 def _amin(x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
     if not x.dtype.is_signed:
         return NotImplemented
+    if not x.dtype.is_floating_point:
+        # -1 - x turns the order around without leaving the type's range, as -x of its least value would.
+        return -1 - _amax(-1 - x, dim, keepdim)
     return -_amax(-x, dim, keepdim)
 
 
@@ -130,7 +133,10 @@ def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 
 def _stable_sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """Integers with their positions below them, so that no two are equal; other values have no such order."""
+    """Integers with their positions below them, so that no two are equal; other values have no such order.
+
+    Values times the length have to fit in 63 bits, as what is sorted stably in a model does: numbers of experts, tokens.
+    """
     if x.is_floating_point() or x.dim() == 0 or x.dtype == torch.bool:
         return NotImplemented if stable else ATEN.sort.default(x, dim, descending)
     size, dim = x.shape[dim], dim % x.dim()
