@@ -135,7 +135,7 @@ def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 def _stable_sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
     """Integers with their positions below them, so that no two are equal; other values have no such order.
 
-    Values times the length have to fit in 63 bits, as what is sorted stably in a model does: numbers of experts, tokens.
+    Values times the length have to fit in 63 bits, as what a model sorts does: numbers of experts and of tokens.
     """
     if x.is_floating_point() or x.dim() == 0 or x.dtype == torch.bool:
         return NotImplemented if stable else ATEN.sort.default(x, dim, descending)
