@@ -30,12 +30,14 @@ from k31compile.nested import body_of, marked, nested_calls, repeated_layers, ru
 from k31compile.notes import take_notes, tell
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
-from k31compile.report import Report, record
+from k31compile.report import Report, record, reports
 from k31compile.targets.cpu import compile_for_cpu, providers
 
 log = logging.getLogger("k31compile")
 
 Compiled = Callable[..., Any]
+
+_SAID = "k31 explain says more of it"
 
 _AS_WRITTEN = {"provider": "as written", "why": "named in parts for a schedule, nothing is replaced"}
 
@@ -82,7 +84,7 @@ def captured_graph(
         TraceError: Dynamo does not make one graph of the call, with its reason.
     """
     torch._dynamo.reset()
-    capture = _Capture(target)
+    capture, before = _Capture(target), len(reports())
     token = _capturing.set(capture)
     try:
         torch.compile(model, backend="k31", fullgraph=True, dynamic=False)(*args, **kwargs)
@@ -95,7 +97,8 @@ def captured_graph(
     finally:
         _capturing.reset(token)
     if capture.graph is None:
-        raise TraceError("k31 was given no graph of its own: the call compiled nothing or fell back to Inductor")
+        why = [note for report in reports()[before:] for note in report.notes][-1:]
+        raise TraceError(f"there is no graph of this call: {(why or ['it compiled nothing'])[0]}", hint=_SAID)
     return capture.graph, capture.inputs
 
 

@@ -208,3 +208,16 @@ def test_notes_for_a_compiler_wait_for_it() -> None:
     with notes.telling_for(mine):
         assert notes.take_notes() == ["of mine"]
     assert notes.take_notes() == []
+
+
+def test_a_graph_that_is_asked_for_and_cannot_be_had_says_why() -> None:
+    from k31compile.backend import captured_graph
+    from k31compile.errors import TraceError
+
+    def written(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        one.add_(1)
+        return one.sum() + other.sum()
+
+    whole = torch.zeros(8)
+    with torch.no_grad(), pytest.raises(TraceError, match="no graph of this call.*share memory and one is written"):
+        captured_graph(written, (whole[:6], whole[2:]), {}, "cpu")
