@@ -20,7 +20,7 @@ import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.between_regions import rewrite_between
 from k31compile.contract.census import count_contained, count_fused, describe_graph
 from k31compile.contract.compare import hold_to_contract
-from k31compile.errors import K31Error, OptionError, StrictError, TraceError
+from k31compile.errors import K31Error, OptionError, StrictError, TargetError, TraceError
 from k31compile.graph.named_regions import read_regions
 from k31compile.graph.trace import refuse_shared_memory, trace_functional
 from k31compile.leaves.hook import count_frames, current, install
@@ -97,8 +97,8 @@ def captured_graph(
     finally:
         _capturing.reset(token)
     if capture.graph is None:
-        why = [note for report in reports()[before:] for note in report.notes][-1:]
-        raise TraceError(f"there is no graph of this call: {(why or ['it compiled nothing'])[0]}", hint=_SAID)
+        notes = [note for report in reports()[before:] for note in report.notes] or ["it compiled nothing"]
+        raise TraceError(f"there is no graph of this call: {notes[-1]}", hint=_SAID)
     return capture.graph, capture.inputs
 
 
@@ -216,10 +216,14 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     return compiled
 
 
+def _is_ascend(target: str) -> bool:
+    return target.startswith("ascend")
+
+
 def _compile_for_target(
     module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
 ) -> Compiled:
-    if not str(options.target).startswith("ascend"):
+    if options.target is None or not _is_ascend(options.target):
         return compile_for_cpu(module, example_inputs, options, report)
     # It brings the cost models and the converters' tables along.
     from k31compile.targets.ascend.device import compile_for_ascend
@@ -270,6 +274,9 @@ def _hand_over(
 ) -> Compiled:
     if options.strict:
         raise StrictError(why)
+    if options.target is not None and _is_ascend(options.target):
+        # Inductor has no code for an NPU: what it made would run elsewhere.
+        raise TargetError(f"this graph is not compiled for {options.target}: {why}", hint=_SAID)
     report.notes.append(why)
     as_written(module)
     kept = [leaf.to_dict()["where"] for _, leaf in leaf_calls(module)]
