@@ -37,7 +37,7 @@ def late(stream, seconds):
     return lambda number, name: time.sleep(seconds) if number == stream else None
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(80, marks=pytest.mark.slow)])
 def test_drawn_graphs_give_bit_for_bit_what_they_give_eagerly(count):
     wide = 0
     for seed in range(count):

@@ -75,8 +75,8 @@ def test_an_event_has_to_win_its_price():
 
 def test_a_price_brings_fewer_events_on_drawn_graphs():
     cost, events = [0.0, 0.0], [0, 0]
-    for seed in range(30):
-        graph = drawn_graph(random.Random(seed), most=40, least=10)
+    for seed in range(8):
+        graph = drawn_graph(random.Random(seed), most=30, least=10)
         for which, price in enumerate((0.0, 1e-6)):
             schedule = schedule_tasks(graph, 1e-6, price=price)
             verify_schedule(graph, schedule)
