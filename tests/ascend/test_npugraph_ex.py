@@ -134,7 +134,7 @@ def test_a_task_on_another_stream_and_a_swapped_pair_are_noticed(compiled):
 
 def test_the_files_are_what_was_made(compiled, tmp_path):
     paths = {path.name: path for path in compiled.write(tmp_path / "out")}
-    assert sorted(paths) == ["fx.txt", "graph.py", "report.json", "schedule.json"]
+    assert sorted(paths) == ["fx.txt", "graph.py", "report.json", "schedule.json", "timeline.html", "trace.json"]
     code = paths["graph.py"].read_text()
     names = {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)}
     assert {"forward", "kernel"} <= names

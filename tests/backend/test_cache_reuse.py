@@ -50,6 +50,25 @@ def test_options_and_versions_are_never_mixed_up(monkeypatch):
         assert (dict(fused), hits, misses) == ({"lightning_indexer": 1}, 0, 1)
 
 
+def test_stand_ins_that_another_process_has_built_meanwhile_are_taken(monkeypatch, tmp_path):
+    from k31compile.targets.ascend.offline import stubs
+
+    def build(package, work):
+        """The other process puts its folder in place while this one still builds."""
+        (work / stubs.MAIN).write_bytes(b"mine")
+        folder = tmp_path / work.name
+        folder.mkdir()
+        (folder / stubs.MAIN).write_bytes(b"theirs")
+
+    monkeypatch.setattr(stubs, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(stubs, "_package_folder", lambda: tmp_path)
+    monkeypatch.setattr(stubs, "_build", build)
+    monkeypatch.setattr(stubs.importlib.metadata, "version", lambda _: "2.13.0")
+    folder = stubs.built_stubs()
+    assert (folder / stubs.MAIN).read_bytes() == b"theirs"
+    assert list(tmp_path.iterdir()) == [folder], "nothing is left over"
+
+
 @pytest.mark.parametrize("changed", ["2.13.1", "2.13.0"])
 def test_stand_ins_for_cann_are_kept_by_version(changed, monkeypatch, tmp_path):
     from k31compile.targets.ascend.offline import stubs

@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,9 +37,21 @@ def built_stubs() -> Path:
     folder = cache_dir() / f"ascend-stubs-{version}-{mark}"
     if not (folder / MAIN).is_file():
         with tempfile.TemporaryDirectory(dir=cache_dir()) as work:
-            _build(package, Path(work))
-            shutil.copytree(work, folder, dirs_exist_ok=True)
+            made = Path(work) / folder.name
+            made.mkdir()
+            _build(package, made)
+            _publish(made, folder)
     return folder
+
+
+def _publish(built: Path, folder: Path) -> None:
+    """Put a built folder in its place at once: another process must never load half a library."""
+    try:
+        built.rename(folder)
+    except OSError:
+        # Another process was faster, with the same libraries.
+        if not (folder / MAIN).is_file():
+            raise
 
 
 def stub_names(folder: Path) -> list[str]:
