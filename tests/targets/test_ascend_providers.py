@@ -172,10 +172,10 @@ def test_what_the_kernel_is_not_made_for_is_named(install):
 def test_of_several_providers_the_one_of_least_predicted_time_is_taken(monkeypatch):
     never = lambda *_, **__: []  # noqa: E731
     slow, fast = (Lowering("twice", name, lambda *_: None, never, calls) for name, calls in
-                  (("torch_npu", "slow"), ("ours", "fast")))  # fmt: skip
+                  (("torch_npu", "npu_rms_norm"), ("ours", "fast")))  # fmt: skip
     monkeypatch.setitem(LOWERINGS, "twice", [slow, fast])
     profile = dataclasses.replace(A3, own_operators=frozenset({"twice"}))
-    monkeypatch.setattr(registry, "_predict", lambda one, *_: {"slow": 3e-6, "fast": 2e-6}[one.calls])
+    monkeypatch.setattr(registry, "_predict", lambda one, *_: {"npu_rms_norm": 3e-6, "fast": 2e-6}[one.calls])
     chosen, decision = choose("twice", profile, torch.ones(1))
     assert chosen is fast
     assert decision.seconds == 2e-6
