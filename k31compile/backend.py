@@ -216,14 +216,14 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     return compiled
 
 
-def _is_ascend(target: str) -> bool:
-    return target.startswith("ascend")
+def _is_ascend(target: str | None) -> bool:
+    return target is not None and target.startswith("ascend")
 
 
 def _compile_for_target(
     module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
 ) -> Compiled:
-    if options.target is None or not _is_ascend(options.target):
+    if not _is_ascend(options.target):
         return compile_for_cpu(module, example_inputs, options, report)
     # It brings the cost models and the converters' tables along.
     from k31compile.targets.ascend.device import compile_for_ascend
@@ -274,7 +274,7 @@ def _hand_over(
 ) -> Compiled:
     if options.strict:
         raise StrictError(why)
-    if options.target is not None and _is_ascend(options.target):
+    if _is_ascend(options.target):
         # Inductor has no code for an NPU: what it made would run elsewhere.
         raise TargetError(f"this graph is not compiled for {options.target}: {why}", hint=_SAID)
     report.notes.append(why)

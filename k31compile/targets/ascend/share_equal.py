@@ -70,14 +70,10 @@ def written_memory(graph: fx.Graph) -> set[fx.Node]:
     written = {_base(node) for call in graph.nodes for node in written_by(call)}
     changed = True
     while changed:
-        more = {node for node in graph.nodes if _base(node) in written or written.intersection(_in_place(node))}
+        more = {node for node in graph.nodes if _base(node) in written or written.intersection(written_by(node))}
         changed = not more <= written
         written |= more
     return written
-
-
-def _in_place(node: fx.Node) -> list[fx.Node]:
-    return list(written_by(node)) if node.op == "call_function" else []
 
 
 def _base(node: fx.Node) -> fx.Node:
