@@ -179,6 +179,13 @@ class TargetError(K31Error):
     default_hint = "choose another target with options={'target': 'cpu'}"
 
 
+class NativeError(TargetError):
+    """A graph that cannot be built to one library, or a library that does not load; the graph can run otherwise."""
+
+    code = "K31-0402"
+    default_hint = "the graph is compiled by Inductor in each process, or runs with options={'codegen': 'ops'}"
+
+
 class StoreError(K31Error):
     """A folder or file of ours that is missing, not the user's own, or open to others."""
 
