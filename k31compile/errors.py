@@ -179,11 +179,32 @@ class TargetError(K31Error):
     default_hint = "choose another target with options={'target': 'cpu'}"
 
 
+class NativeError(TargetError):
+    """A graph that cannot be built to one library, or a library that does not load; the graph can run otherwise."""
+
+    code = "K31-0402"
+    default_hint = "the graph is compiled by Inductor in each process, or runs with options={'codegen': 'ops'}"
+
+
 class StoreError(K31Error):
     """A folder or file of ours that is missing, not the user's own, or open to others."""
 
     code = "K31-0501"
     default_hint = "set K31_CACHE_DIR to a folder of your own with mode 0700"
+
+
+class KeyingError(K31Error):
+    """A graph that must not be kept: something that it does could change without its key changing."""
+
+    code = "K31-0503"
+    default_hint = "it is compiled in each process; the text names what cannot be seen from outside"
+
+
+class ColdCompileError(K31Error):
+    """A graph that had to be in the cache and is not; the text names the ingredient that differs."""
+
+    code = "K31-0504"
+    default_hint = "warm the cache with `k31 cache warm`, or allow compiling with require_warm=False"
 
 
 class WeightFileError(K31Error):

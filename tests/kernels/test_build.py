@@ -126,15 +126,15 @@ def test_a_folder_that_others_can_write_is_refused(kept):
 
 def test_the_key_names_everything_that_decides_the_bytes(monkeypatch):
     monkeypatch.setattr(build, "_version", lambda command: "compiler 1")
-    monkeypatch.setattr(build, "_instruction_set", lambda: "avx2")
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
     base = build.build_key(["g++"], "fast")
     others = [build.build_key(["g++"], "portable"), build.build_key(["g++", "-g"], "fast")]
     monkeypatch.setattr(build, "_version", lambda command: "compiler 2")
     others.append(build.build_key(["g++"], "fast"))
     monkeypatch.setattr(build, "_version", lambda command: "compiler 1")
-    monkeypatch.setattr(build, "_instruction_set", lambda: "avx512f")
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx512f")
     others.append(build.build_key(["g++"], "fast"))
-    monkeypatch.setattr(build, "_instruction_set", lambda: "avx2")
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
     monkeypatch.setattr(build, "sources", lambda: [])
     others.append(build.build_key(["g++"], "fast"))
     assert len({base, *others}) == 6

@@ -50,7 +50,7 @@ def build_key(command: list[str], variant: str) -> str:
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for part in (*command[1:], *_COMMON, *VARIANTS[variant], _version(tuple(command)), _instruction_set()):
+    for part in (*command[1:], *_COMMON, *VARIANTS[variant], _version(tuple(command)), instruction_set()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -148,7 +148,8 @@ def _version(command: tuple[str, ...]) -> str:
 
 
 @functools.cache
-def _instruction_set() -> str:
+def instruction_set() -> str:
+    """The line that names this machine's instructions, as the system gives it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
