@@ -50,7 +50,7 @@ def load_native(folder: Path, plan: Mapping[str, Any]) -> Call:
     return call
 
 
-def _taker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _taker(places: Sequence[int]) -> Callable[[Sequence[Any]], Any]:
     if list(places) == list(range(len(places))):
         return lambda inputs: inputs[: len(places)]
     if not places:
