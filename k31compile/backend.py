@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ from torch.amp.autocast_mode import _enter_autocast
 
 import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.between_regions import rewrite_between
+from k31compile.captured import GraphCapturedError, capturing
+from k31compile.captured import captured_call as captured_call
+from k31compile.captured import captured_graph as captured_graph
 from k31compile.contract.census import count_contained, count_fused, describe_graph
 from k31compile.contract.compare import hold_to_contract
 from k31compile.errors import K31Error, OptionError, StrictError, TargetError, TraceError
@@ -30,7 +32,7 @@ from k31compile.nested import body_of, marked, nested_calls, repeated_layers, ru
 from k31compile.notes import take_notes, tell
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
-from k31compile.report import Report, record, reports
+from k31compile.report import Report, record
 from k31compile.targets.cpu import compile_for_cpu, providers
 
 log = logging.getLogger("k31compile")
@@ -42,20 +44,6 @@ _SAID = "k31 explain says more of it"
 _AS_WRITTEN = {"provider": "as written", "why": "named in parts for a schedule, nothing is replaced"}
 
 
-@dataclass
-class _Capture:
-    """A target whose passes run, and the graph that came out of them."""
-
-    target: str
-    graph: fx.GraphModule | None = None
-    inputs: tuple[Any, ...] = ()
-
-
-class _GraphCaptured(Exception):
-    """Ends a compile whose graph somebody asked for with `captured_graph`."""
-
-
-_capturing: ContextVar[_Capture | None] = ContextVar("capturing", default=None)
 _listing: ContextVar[list[dict[str, Any]] | None] = ContextVar("listing", default=None)
 
 
@@ -73,33 +61,6 @@ def kept_whole(model: Callable[..., Any], call: Callable[[Callable[..., Any]], A
         _listing.reset(token)
         torch._dynamo.reset()
     return found
-
-
-def captured_graph(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str
-) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-    """The one graph of a call after the passes of a target, and the tensors that it takes; nothing of it is run.
-
-    Raises:
-        TraceError: Dynamo does not make one graph of the call, with its reason.
-    """
-    torch._dynamo.reset()
-    capture, before = _Capture(target), len(reports())
-    token = _capturing.set(capture)
-    try:
-        torch.compile(model, backend="k31", fullgraph=True, dynamic=False)(*args, **kwargs)
-    except torch._dynamo.exc.Unsupported as error:
-        why = str(error).strip().splitlines()[0]
-        raise TraceError(f"the model is not one graph: {why}", hint="torch._dynamo.explain names the place") from error
-    except Exception:
-        if capture.graph is None:
-            raise
-    finally:
-        _capturing.reset(token)
-    if capture.graph is None:
-        notes = [note for report in reports()[before:] for note in report.notes] or ["it compiled nothing"]
-        raise TraceError(f"there is no graph of this call: {notes[-1]}", hint=_SAID)
-    return capture.graph, capture.inputs
 
 
 def k31(
@@ -206,9 +167,11 @@ def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Opt
     report.providers = providers(report.fused) | {region["name"]: _AS_WRITTEN for region in report.regions}
     describe_graph(report, rewritten, example_inputs, with_memory=options.codegen == "ops" or options.lock is not None)
     hold_to_contract(report, options)
-    if (capture := _capturing.get()) is not None:
+    if (capture := capturing.get()) is not None:
         capture.graph, capture.inputs = rewritten, tuple(example_inputs)
-        raise _GraphCaptured
+        if capture.then is not None:
+            return capture.then(rewritten, capture.inputs, report)
+        raise GraphCapturedError
     start = time.perf_counter()
     compiled = _compile_for_target(rewritten, example_inputs, options, report)
     report.phases["codegen"] = time.perf_counter() - start
@@ -274,6 +237,8 @@ def _hand_over(
 ) -> Compiled:
     if options.strict:
         raise StrictError(why)
+    if (capture := capturing.get()) is not None and capture.then is not None:
+        raise TraceError(f"this graph is not compiled ahead of time: {why}", hint=_SAID)
     if _is_ascend(options.target):
         # Inductor has no code for an NPU: what it made would run elsewhere.
         raise TargetError(f"this graph is not compiled for {options.target}: {why}", hint=_SAID)
@@ -289,7 +254,7 @@ def _hand_over(
 
 
 def _rewrite(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> fx.GraphModule:
-    start, capture = time.perf_counter(), _capturing.get()
+    start, capture = time.perf_counter(), capturing.get()
     target = capture.target if capture is not None else options.target or "cpu"
     traced = trace_functional(module, example_inputs)
     middle = time.perf_counter()
