@@ -193,6 +193,20 @@ class StoreError(K31Error):
     default_hint = "set K31_CACHE_DIR to a folder of your own with mode 0700"
 
 
+class KeyingError(K31Error):
+    """A graph that must not be kept: something that it does could change without its key changing."""
+
+    code = "K31-0503"
+    default_hint = "it is compiled in each process; the text names what cannot be seen from outside"
+
+
+class ColdCompileError(K31Error):
+    """A graph that had to be in the cache and is not; the text names the ingredient that differs."""
+
+    code = "K31-0504"
+    default_hint = "warm the cache with `k31 cache warm`, or allow compiling with require_warm=False"
+
+
 class WeightFileError(K31Error):
     """A file of weights that cannot be read or written, or whose recorded layout does not fit what is asked of it."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from k31compile.errors import K31Error
@@ -68,6 +68,9 @@ def _no_memory() -> dict[str, Any]:
 
 def _no_cache() -> dict[str, Any]:
     return {"hit": False, "level": None, "key": None, "why": "not looked up"}
+
+
+_OF_A_PROCESS = ("cache", "phases", "versions", "tier")
 
 
 @dataclass
@@ -171,6 +174,25 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
         return asdict(self)
+
+    def to_kept(self) -> dict[str, Any]:
+        """What of a report is kept beside a compiled graph: all that does not belong to the process that made it."""
+        passes = [asdict(replace(run, seconds=0.0)) for run in self.passes]
+        return {name: value for name, value in self.to_dict().items() if name not in _OF_A_PROCESS} | {"passes": passes}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Take over what `to_kept` gave in another process; notes are added to those that are here."""
+        for name, value in kept.items():
+            match name:
+                case "refused":
+                    known = [Refusal(**{**refusal, "layers": tuple(refusal["layers"])}) for refusal in value]
+                    self.refused = known
+                case "passes":
+                    self.passes = [PassRun(**run) for run in value]
+                case "notes":
+                    self.notes = _once([*self.notes, *value])
+                case _:
+                    setattr(self, name, value)
 
     def to_json(self) -> str:
         """Return the report as JSON text."""

@@ -1,7 +1,7 @@
 """What compiled graphs leave behind: keys, the store, signatures, bundles and ahead-of-time artefacts.
 
-Nothing of it is here yet. Until it is, a graph is kept only as far as Inductor's own caches keep it, and
-the options and commands that need more are refused as not built yet.
+`entry_store` keeps graphs under keys and hands them out after checking them. Nothing asks it yet: the options and
+commands that need more are refused as not built yet.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "k31compile"
 
 # Each layer imports only from itself and from those before it.
 LAYERS = [
-    {"errors", "options", "report", "report_view", "store"},
+    {"errors", "options", "report", "report_view", "store", "signatures"},
     {"graph"},
     {"kernels"},
     {"passes"},
@@ -20,7 +20,7 @@ LAYERS = [
     {"cache"},
     {"loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves", "slices"},
-    {"ahead", "backend", "captured", "contract", "entry", "explain", "check", "nested", "between_regions", "offline", "weights"},
+    {"ahead", "backend", "captured", "compile_graph", "keeping", "contract", "entry", "explain", "check", "nested", "between_regions", "offline", "weights"},
     {"onnx_export"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},

@@ -10,6 +10,8 @@ import pytest
 
 from k31compile.errors import BuildError
 from k31compile.kernels.cpu import build, loader
+from k31compile.signatures import local_key
+from k31compile.store import cache_dir
 
 ROOT = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
@@ -84,8 +86,8 @@ def test_two_processes_at_once_both_succeed(tmp_path):
         assert provider == "cpu-fast"
         assert "Warning" not in errors
     names = sorted(path.name for path in (tmp_path / "cache" / "kernels").iterdir())
-    assert len(names) == 2, names
-    assert names[1] == "signing.key"
+    assert len(names) == 1, names
+    assert (tmp_path / "cache" / "signing.key").exists()
 
 
 @needs_compiler
@@ -105,13 +107,13 @@ def test_a_library_that_cannot_be_trusted_is_set_aside(kept, damage):
     elif damage == "empty":
         kept.write_bytes(b"")
     elif damage == "foreign key":
-        (kept.parent / "signing.key").write_bytes(b"0" * 32)
+        (cache_dir() / "signing.key").write_bytes(b"0" * 32)
     else:
         kept.chmod(0o666)
     with pytest.warns(UserWarning, match="set aside"):
         again = build.built_library("portable")
     assert again == kept
-    assert build._fault(kept, build._signing_key(kept.parent)) is None
+    assert build._fault(kept, local_key()) is None
     assert kept.with_name(f"{kept.name}.broken").exists()
 
 
@@ -124,15 +126,15 @@ def test_a_folder_that_others_can_write_is_refused(kept):
 
 def test_the_key_names_everything_that_decides_the_bytes(monkeypatch):
     monkeypatch.setattr(build, "_version", lambda command: "compiler 1")
-    monkeypatch.setattr(build, "_instruction_set", lambda: "avx2")
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
     base = build.build_key(["g++"], "fast")
     others = [build.build_key(["g++"], "portable"), build.build_key(["g++", "-g"], "fast")]
     monkeypatch.setattr(build, "_version", lambda command: "compiler 2")
     others.append(build.build_key(["g++"], "fast"))
     monkeypatch.setattr(build, "_version", lambda command: "compiler 1")
-    monkeypatch.setattr(build, "_instruction_set", lambda: "avx512f")
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx512f")
     others.append(build.build_key(["g++"], "fast"))
-    monkeypatch.setattr(build, "_instruction_set", lambda: "avx2")
+    monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
     monkeypatch.setattr(build, "sources", lambda: [])
     others.append(build.build_key(["g++"], "fast"))
     assert len({base, *others}) == 6

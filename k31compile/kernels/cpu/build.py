@@ -5,14 +5,11 @@ The file's name is a digest of everything that decides its bytes: sources, flags
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import hmac
 import json
 import os
 import platform
-import secrets
 import shlex
 import shutil
 import subprocess
@@ -21,7 +18,8 @@ import warnings
 from pathlib import Path
 
 from k31compile.errors import BuildError, StoreError
-from k31compile.store import atomic_write, cache_dir, check_private, sha256_of
+from k31compile.signatures import is_signed, local_key, sign
+from k31compile.store import cache_dir, check_private, sha256_of
 
 _FOLDER = Path(__file__).parent
 _COMMON = ("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
@@ -52,7 +50,7 @@ def build_key(command: list[str], variant: str) -> str:
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for part in (*command[1:], *_COMMON, *VARIANTS[variant], _version(tuple(command)), _instruction_set()):
+    for part in (*command[1:], *_COMMON, *VARIANTS[variant], _version(tuple(command)), instruction_set()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -67,9 +65,9 @@ def built_library(variant: str = "fast") -> Path:
         raise BuildError("no C++ compiler on PATH", hint="install g++ or set CXX; until then the references serve")
     try:
         folder = _private_folder()
-        path = folder / f"kernels-{build_key(command, variant)}.so"
+        path = folder / f"cpu-{build_key(command, variant)}.so"
         if path.exists():
-            fault = _fault(path, _signing_key(folder))
+            fault = _fault(path, local_key())
             if fault is None:
                 return path
             _set_aside(path, fault)
@@ -94,7 +92,7 @@ def _build(command: list[str], variant: str, path: Path) -> None:
             raise BuildError(f"the C++ compiler refused the kernels: {_first_error(run.stderr)}")
         made.chmod(0o600)
         seal = {"sha256": sha256_of(made)}
-        seal["hmac"] = _sign(seal["sha256"], _signing_key(path.parent))
+        seal["hmac"] = sign(seal["sha256"].encode(), local_key())
         # One rename publishes both: the seal travels behind the library, as the last line of the file.
         with made.open("ab") as file:
             file.write(_SEAL_MARK + json.dumps(seal).encode())
@@ -119,7 +117,7 @@ def _fault(path: Path, key: bytes) -> str | None:
         return str(error)
     if hashlib.sha256(data[:place]).hexdigest() != digest:
         return "its content is not what was built"
-    return None if hmac.compare_digest(signature, _sign(digest, key)) else "its seal is not this user's"
+    return None if is_signed(digest.encode(), signature, key) else "its seal is not this user's"
 
 
 def _set_aside(path: Path, fault: str) -> None:
@@ -133,23 +131,6 @@ def _private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     check_private(folder)
     return folder
-
-
-def _signing_key(folder: Path) -> bytes:
-    path = folder / "signing.key"
-    if not path.exists():
-        # link() instead of rename(): of two processes that start at once, both must end with the first one's key.
-        with tempfile.TemporaryDirectory(prefix=".key-", dir=folder) as own:
-            fresh = Path(own) / "key"
-            atomic_write(fresh, secrets.token_bytes(32))
-            with contextlib.suppress(FileExistsError):
-                os.link(fresh, path)
-    check_private(path)
-    return path.read_bytes()
-
-
-def _sign(digest: str, key: bytes) -> str:
-    return hmac.new(key, digest.encode(), hashlib.sha256).hexdigest()
 
 
 def _first_error(output: str) -> str:
@@ -167,7 +148,8 @@ def _version(command: tuple[str, ...]) -> str:
 
 
 @functools.cache
-def _instruction_set() -> str:
+def instruction_set() -> str:
+    """The line that names this machine's instructions, as the system gives it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):

@@ -24,7 +24,7 @@ EXTERNS = "library.json"
 def build_native(module: fx.GraphModule, example_inputs: Sequence[Any], folder: Path) -> Plan:
     """Build the library of a graph into a folder and return the plan of its calls; the graph stays as it was.
 
-    Runs under the fake mode of the compile under way. No weight is part of what is built.
+    Runs under the fake mode and the autocast of the compile under way. No weight is part of what is built.
 
     Raises:
         NativeError: AOTInductor cannot build this graph; the text says why.
@@ -50,8 +50,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], scratch: Path) -> Pa
 
     patches = {"aot_inductor.output_path": f"{scratch}/", "aot_inductor.package": False}
     try:
-        # The casts of autocast are in the graph already.
-        with warnings.catch_warnings(), torch.no_grad(), torch._C._DisableAutocast():
+        # Under autocast this is where the casts come into the graph.
+        with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             made: Any = compile_fx_aot(module, list(inputs), config_patches=patches)
     except Exception as error:

@@ -38,7 +38,7 @@ def load_native(folder: Path, plan: Mapping[str, Any]) -> Call:
     autocast = torch._C._is_any_autocast_enabled
 
     def call(*inputs: Any) -> list[Any]:
-        # The casts of autocast are in the graph; the operators that it calls must not cast again.
+        # The casts of autocast are in the library; the operators that it calls must not cast again.
         if autocast():
             with torch._C._DisableAutocast(), lock:
                 made = run(take(inputs))

@@ -1,7 +1,7 @@
 """What AOTInductor cannot do, taken out of a graph and put into a plan of plain data.
 
-It takes tensors alone, so sizes that are inputs are read from tensors. It gives back new tensors alone, so an output that
-is a view of an input, or the input itself, is made again from what the caller gave.
+It takes tensors alone, so sizes that are inputs are read from tensors. It gives back new tensors alone, so an output
+that is a view of an input, or the input itself, is made again from what the caller gave.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def prepare(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.G
     tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
     for i in tensors:
         _check_tensor(placeholders[i], values[i])
-    for i, value in enumerate(values):
-        if i not in tensors:
-            graph.erase_node(placeholders[i])
+    for i in sorted(set(range(len(values))) - set(tensors)):
+        graph.erase_node(placeholders[i])
     graph.lint()
     copy.recompile()
     return copy, [values[i] for i in tensors], {"tensors": tensors, "outputs": outputs}
