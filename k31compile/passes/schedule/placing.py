@@ -47,7 +47,7 @@ class Problem:
     def of(cls, graph: TaskGraph, event: float, price: float = 0.0) -> Problem:
         """The problem of a graph."""
         seconds = tuple(task.seconds for task in graph.tasks)
-        return cls.of_parts(seconds, graph.before, graph.locks, event, price)
+        return cls.of_parts(seconds, graph.before, graph.locks, event, price, graph.callers)
 
     @classmethod
     def of_parts(
