@@ -80,7 +80,8 @@ class Keeping:
         try:
             plan = build_native(module, example_inputs, scratch)
             program = {"plan": plan, "guards": self._guards()}
-            files = {"graph.txt": self.key.graph_text.encode(), **{n: scratch / n for n in (LIBRARY, EXTERNS)}}
+            files: dict[str, bytes | Path] = {"graph.txt": self.key.graph_text.encode()}
+            files |= {name: scratch / name for name in (LIBRARY, EXTERNS)}
             key = self._free_key()
             kept = self.store.publish(key.digest, _KIND, key.ingredients, program, report.to_kept(), files)
             if kept is None:

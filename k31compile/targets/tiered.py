@@ -35,6 +35,8 @@ def compile_tiered(
     """Hand a graph to the child that builds, and return what runs it meanwhile; `run` may change the graph for that."""
     inputs = input_values(module, example_inputs)
     try:
+        if torch._C._is_any_autocast_enabled():
+            raise DocumentError("autocast casts what its operators are given, and the child builds without it")
         job: Job | DocumentError = BUILDER.submit({**write_graph(module, inputs), "state": _state()})
     except DocumentError as error:
         job = error
@@ -134,7 +136,7 @@ def load_built(job: Job) -> Call:
     job.built.unlink(missing_ok=True)
 
     def call(*inputs: Any) -> Any:
-        # The casts of autocast are in the graph; it was built where there was none.
+        # It was built where there is no autocast, for a graph that was captured without it.
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
                 return artifact(*inputs)

@@ -21,7 +21,9 @@ LAYERS = [
     {"loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves", "slices"},
     {
+        "ahead",
         "backend",
+        "captured",
         "compile_graph",
         "keeping",
         "contract",

@@ -48,7 +48,8 @@ def _writes(module: fx.GraphModule) -> bool:
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], scratch: Path) -> Path:
     from torch._inductor.compile_fx import compile_fx_aot
 
-    patches = {"aot_inductor.output_path": f"{scratch}/", "aot_inductor.package": False}
+    # A dictionary of its own, since Inductor writes into the one of the configuration.
+    patches = {"aot_inductor.output_path": f"{scratch}/", "aot_inductor.package": False, "aot_inductor.metadata": {}}
     try:
         # Under autocast this is where the casts come into the graph.
         with warnings.catch_warnings(), torch.no_grad():
