@@ -141,7 +141,8 @@ def push(
     local = open_cache(folder)
     store = TieredStore(local.root, Remote(url), local.limits)
     wanted = [_named(local, key) for key in keys] if keys else local.places.entry_keys()
-    given, left = [], []
+    given: list[str] = []
+    left: list[str] = []
     with console.progress("push", len(wanted)) as advance:
         for key in wanted:
             advance(key[:SHORT])
