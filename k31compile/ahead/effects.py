@@ -41,7 +41,7 @@ _OF_TORCH_COMPILE = ("_is_torch_compile", "_compiled_call_impl")
 
 
 def _is_as_before(variable: Any, changes: Mapping[Any, Mapping[str, Any]]) -> bool:
-    """Whether an object whose attributes were set ends with the values that it began with, as a flag that is put back."""
+    """Whether an object whose attributes were set ends with the values that it began with: a flag put back."""
     changed, real = changes.get(variable), getattr(variable, "value", None)
     if not changed or real is None:
         return False

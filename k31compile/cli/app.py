@@ -33,11 +33,7 @@ COMMANDS = {
 }
 """Command name -> module:function or module:group of commands, in the order of ``k31 --help``."""
 
-<<<<<<< HEAD
-PLANNED = ("bench", "new-pass", "run")
-=======
-PLANNED = ("bench", "cache", "new-pass")
->>>>>>> main
+PLANNED = ("bench", "new-pass")
 """Commands that the interface names and that are not built yet."""
 
 _EPILOG = "Every command also takes --json (one JSON document on standard output) and --debug (a traceback)."
