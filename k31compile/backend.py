@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch._dynamo.exc import UncapturedHigherOrderOpError
 from torch._inductor.compile_fx import compile_fx
 from torch.amp.autocast_mode import _enter_autocast
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.between_regions import rewrite_between
@@ -55,6 +56,13 @@ class _GraphCaptured(Exception):
     """Ends a compile whose graph somebody asked for with `captured_graph`."""
 
 
+# An error of the model's own call comes as the second, a branch on a size that depends on values as the last.
+_NOT_ONE_GRAPH = (
+    torch._dynamo.exc.Unsupported,
+    torch._dynamo.exc.TorchRuntimeError,
+    torch._dynamo.exc.UserError,
+    GuardOnDataDependentSymNode,
+)
 _capturing: ContextVar[_Capture | None] = ContextVar("capturing", default=None)
 _listing: ContextVar[list[dict[str, Any]] | None] = ContextVar("listing", default=None)
 
@@ -88,7 +96,7 @@ def captured_graph(
     token = _capturing.set(capture)
     try:
         torch.compile(model, backend="k31", fullgraph=True, dynamic=False)(*args, **kwargs)
-    except torch._dynamo.exc.Unsupported as error:
+    except _NOT_ONE_GRAPH as error:
         why = str(error).strip().splitlines()[0]
         raise TraceError(f"the model is not one graph: {why}", hint="torch._dynamo.explain names the place") from error
     except Exception:
