@@ -93,7 +93,8 @@ def _best(problem: Problem, streams: int, search: int) -> Placement:
 def _enter_where_it_returns(placement: Placement) -> Placement:
     """The placement with the caller's entry, which takes no time, on the stream of its return: that is the caller's."""
     problem, stream = placement.problem, placement.stream
-    if len(stream) < 2 or stream[0] == stream[-1] or problem.seconds[0] > 0.0 or not problem.after[0]:
+    is_entry = problem.seconds[0] == 0.0 and all(problem.before[1:]) if stream else False
+    if not is_entry or stream[0] == stream[-1]:
         return placement
     return place_as(problem, placement.order, [stream[-1], *stream[1:]])
 
