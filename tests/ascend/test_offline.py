@@ -51,7 +51,7 @@ def test_caches_are_written_in_place(compiled):
 
 def test_every_node_is_on_the_stream_of_the_schedule(compiled):
     streams = {node.stream for node in compiled.ge.operators()}
-    assert len(streams) == len(compiled.schedule.streams) >= 3
+    assert len(streams) == len(compiled.schedule.streams) >= 2
     assert "" in streams
     by_stream = [node.stream for node in compiled.ge.operators() if node.type == "LightningIndexer"]
     tasks = [name for name in compiled.schedule.stream_of if name.startswith("npu_lightning_indexer")]
