@@ -93,7 +93,7 @@ def _best(problem: Problem, streams: int, search: int) -> Placement:
 def _enter_where_it_returns(placement: Placement) -> Placement:
     """The placement with the caller's entry, which takes no time, on the stream of its return: that is the caller's."""
     problem, stream = placement.problem, placement.stream
-    is_entry = problem.seconds[0] == 0.0 and all(problem.before[1:]) if stream else False
+    is_entry = bool(stream) and problem.seconds[0] == problem.seconds[-1] == 0.0 and all(problem.before[1:])
     if not is_entry or stream[0] == stream[-1]:
         return placement
     return place_as(problem, placement.order, [stream[-1], *stream[1:]])
