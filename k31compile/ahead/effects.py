@@ -29,7 +29,7 @@ def refuse_effects() -> None:
     for variable in list(effects.id_to_variable.values()):
         if isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew):
             continue
-        if effects.is_modified(variable):
+        if effects.is_modified(variable) and not _is_as_before(variable, effects.store_attr_mutations):
             source = variable.source
             name = source.name if source is not None else "an object"
             fields = ", ".join(map(str, effects.store_attr_mutations.get(variable, ())))
@@ -38,6 +38,20 @@ def refuse_effects() -> None:
 
 
 _OF_TORCH_COMPILE = ("_is_torch_compile", "_compiled_call_impl")
+
+
+def _is_as_before(variable: Any, changes: Mapping[Any, Mapping[str, Any]]) -> bool:
+    """Whether an object whose attributes were set ends with the values that it began with: a flag put back."""
+    changed, real = changes.get(variable), getattr(variable, "value", None)
+    if not changed or real is None:
+        return False
+    for name, final in changed.items():
+        if not final.is_python_constant() or not hasattr(real, name):
+            return False
+        text = text_of(getattr(real, name))
+        if text is None or text != text_of(final.as_python_constant()):
+            return False
+    return True
 
 
 @dataclass

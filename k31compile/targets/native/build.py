@@ -14,11 +14,8 @@ import torch
 from torch import fx
 
 from k31compile.errors import NativeError
+from k31compile.targets.native.load import EXTERNS, LIBRARY
 from k31compile.targets.native.prepare import Plan, prepare
-
-LIBRARY = "library.so"
-EXTERNS = "library.json"
-"""The runner looks for the calls beside the library, under its name."""
 
 
 def build_native(module: fx.GraphModule, example_inputs: Sequence[Any], folder: Path) -> Plan:

@@ -19,6 +19,10 @@ from k31compile.store import cache_dir
 
 Call = Callable[..., list[Any]]
 
+LIBRARY = "library.so"
+EXTERNS = "library.json"
+"""The runner looks for the calls that are left to torch beside the library, under its name."""
+
 
 def load_native(folder: Path, plan: Mapping[str, Any]) -> Call:
     """What calls the library in a folder with the graph's inputs, in their order, and gives the graph's outputs.
@@ -51,14 +55,17 @@ def _open(folder: Path) -> Any:
     """The runner of a copy that nobody else knows: what is written into the file later must not reach this process."""
     from torch._C._aoti import AOTIModelContainerRunnerCpu
 
+    import k31compile.kernels
+    import k31compile.targets.packed_linear  # noqa: F401  (both register operators that a library may call)
+
     why = ""
     # A temporary folder may forbid code; the cache has been loaded from before.
     for place in (tempfile.gettempdir, cache_dir):
         try:
             with tempfile.TemporaryDirectory(prefix="k31-run-", dir=place()) as own:
-                for name in ("library.so", "library.json"):
+                for name in (LIBRARY, EXTERNS):
                     shutil.copyfile(folder / name, Path(own) / name)
-                return AOTIModelContainerRunnerCpu(str(Path(own) / "library.so"), 1)
+                return AOTIModelContainerRunnerCpu(str(Path(own) / LIBRARY), 1)
         except (RuntimeError, OSError, StoreError) as error:
             why = why or str(error).strip().splitlines()[0]
     raise NativeError(f"the library does not load: {why}")
