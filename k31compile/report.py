@@ -89,7 +89,8 @@ class Report:
         versions: package or tool -> version.
         notes: what a user must know, one sentence each: every fall-back is here.
         providers: operator name -> provider and why it was picked.
-        confirmations: per confirmed region: name, samples, sizes, tolerance, worst_error.
+        confirmations: per confirmed region: name, samples, sizes, tolerance, worst_error, and whether it was
+            remembered from an earlier compile.
         layers: path of a module -> operator name -> call sites; "" is the code outside of all modules.
         lines: path of a module -> `file.py:line` of the first code that ran there.
         inputs: dtype and shape of each input that is no weight, sorted; "?" for a dynamic size.
@@ -157,7 +158,7 @@ class Report:
             self.phases[phase] = self.phases.get(phase, 0.0) + seconds
         self.refused = _once([*self.refused, *part.refused])
         self.notes = _once([*self.notes, *part.notes])
-        self.confirmations = _once([*self.confirmations, *part.confirmations])
+        self.confirmations = _once_confirmed([*self.confirmations, *part.confirmations])
         self.regions = [*self.regions, *part.regions]
         self.leaves = _once([*self.leaves, *part.leaves])
         self.learned = _once([*self.learned, *part.learned])
@@ -214,6 +215,12 @@ def _once(items: Sequence[Any]) -> list[Any]:
         if item not in kept:
             kept.append(item)
     return kept
+
+
+def _once_confirmed(confirmations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each confirmation once; one graph of a call may have confirmed what the next remembered."""
+    facts = [{key: value for key, value in one.items() if key not in ("remembered", "text")} for one in confirmations]
+    return [one for i, one in enumerate(confirmations) if facts[i] not in facts[:i]]
 
 
 def _merged_passes(runs: Iterable[PassRun]) -> list[PassRun]:

@@ -31,11 +31,12 @@ class Kept(ABC):
 
 @dataclass(frozen=True)
 class Leaf(Kept):
-    """A function's call, kept whole: its form, and how it came to be known."""
+    """A function's call, kept whole: its form, how it came to be known, and whether it was before this call."""
 
     call: Call
     form: Form
     candidate: Candidate
+    remembered: bool = False
 
     def target(self) -> Callable[..., Any]:
         """What stands in the graph: takes the call's tensors in their order, gives what the function returns.
@@ -63,6 +64,7 @@ class Leaf(Kept):
     def to_dict(self) -> dict[str, Any]:
         """What a report says of it, as plain JSON values."""
         seen = self.form.evidence
+        text = f"confirmed on {seen.samples} samples in float64, by calling it"
         return {
             "function": self.call.function.__qualname__,
             "where": line_of(self.call.function),
@@ -71,7 +73,8 @@ class Leaf(Kept):
             "samples": seen.samples,
             "lengths": list(seen.lengths),
             "worst_error": seen.worst_error,
-            "text": f"confirmed on {seen.samples} samples in float64, by calling it",
+            "remembered": self.remembered,
+            "text": f"remembered: {text}, before" if self.remembered else text,
         }
 
 
