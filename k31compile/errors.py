@@ -172,11 +172,25 @@ class BuildError(K31Error):
     default_hint = "run `k31 doctor`; without a C++ compiler the reference implementations serve"
 
 
+class CallRefusedError(K31Error):
+    """A call of an artefact that is not one of those which it was compiled for."""
+
+    code = "K31-0303"
+    default_hint = "call it as it was compiled, or compile an entry for this call too"
+
+
 class TargetError(K31Error):
     """A target that cannot take this graph, or is not available on this machine."""
 
     code = "K31-0401"
     default_hint = "choose another target with options={'target': 'cpu'}"
+
+
+class NativeError(TargetError):
+    """A graph that cannot be built to one library, or a library that does not load; the graph can run otherwise."""
+
+    code = "K31-0402"
+    default_hint = "the graph is compiled by Inductor in each process, or runs with options={'codegen': 'ops'}"
 
 
 class StoreError(K31Error):
@@ -186,11 +200,32 @@ class StoreError(K31Error):
     default_hint = "set K31_CACHE_DIR to a folder of your own with mode 0700"
 
 
+class KeyingError(K31Error):
+    """A graph that must not be kept: something that it does could change without its key changing."""
+
+    code = "K31-0503"
+    default_hint = "it is compiled in each process; the text names what cannot be seen from outside"
+
+
+class ColdCompileError(K31Error):
+    """A graph that had to be in the cache and is not; the text names the ingredient that differs."""
+
+    code = "K31-0504"
+    default_hint = "warm the cache with `k31 cache warm`, or allow compiling with require_warm=False"
+
+
 class WeightFileError(K31Error):
     """A file of weights that cannot be read or written, or whose recorded layout does not fit what is asked of it."""
 
     code = "K31-0502"
     default_hint = "k31 weights inspect PATH lists what a file holds and in which layout"
+
+
+class ArtefactError(K31Error):
+    """An artefact that cannot be made, is damaged, not to be trusted, or made for another machine or other weights."""
+
+    code = "K31-0505"
+    default_hint = "make it again with: k31 compile TARGET -o F.k31"
 
 
 class CheckError(K31Error):

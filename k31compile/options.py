@@ -52,6 +52,7 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "super_kernel": ((True, False), ()),
     "codegen": (("inductor", "ops", "tiered"), ()),
     "strict": ((False, True), ()),
+    "require_warm": ((False, True), ()),
     "guards": (("safe",), ("modules", "none")),
 }
 
@@ -67,13 +68,15 @@ class Options:
         layout: "auto", "nd" or "nz", the memory layout of weights; on the CPU "nz" packs copies of them for oneDNN.
         streams: "auto", or how many streams a schedule may use on an Ascend target, 1 to 4.
         super_kernel: whether launch-bound regions may be merged on targets that can.
-        cache: whether compiled graphs may be kept (True) or not (False).
+        cache: whether compiled graphs may be kept (True) or not (False), or the folder or fsspec URL to keep them in.
         codegen: "inductor" builds the code around our operators; "ops" runs it as it is, at once; "tiered" runs it at
             once while a child process builds it, and then as built.
         strict: raise where the report would otherwise only tell.
         lock: path of a fusion contract; a graph that gets less than it says is an error.
         guards: which guards a compiled function keeps.
         confirm_bytes: what one confirmation may take, in bytes; a larger region is refused and the refusal says so.
+        require_warm: an error where a graph is not found in the cache, with the ingredient that differs; so does the
+            environment variable K31_REQUIRE_WARM=1.
         node_budget: how many graph nodes one unrolled Python loop may make; past it the loop runs as Python.
 
     """
@@ -91,6 +94,7 @@ class Options:
     guards: str = "safe"
     confirm_bytes: int = 4 << 30
     node_budget: int = 10_000
+    require_warm: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fuse", _checked_fuse(self.fuse))
@@ -101,11 +105,13 @@ class Options:
             if type(count) is not int or count < 1:
                 raise OptionError(f"option {name!r} does not take {count!r}", hint="it takes a whole number from 1 on")
         if not isinstance(self.cache, bool):
-            if not isinstance(self.cache, str | os.PathLike):
-                _bad_value("cache", self.cache, (True, False))
-            _not_built("cache", self.cache, "True and False work today, a path or URL of a store does not")
+            if not isinstance(self.cache, str | os.PathLike) or not os.fspath(self.cache):
+                _bad_value("cache", self.cache, (True, False, "FOLDER", "URL"))
+            object.__setattr__(self, "cache", os.fspath(self.cache))
         if self.streams in (2, 3, 4) and not str(self.target).startswith("ascend"):
             _not_built("streams", self.streams, "with target='ascend-a3' or 'ascend-950'; elsewhere 'auto' and 1")
+        if self.require_warm and self.cache is False:
+            raise OptionError("option require_warm=True needs a cache", hint="leave cache=True, or name a folder")
         if self.codegen == "tiered" and self.cache is False:
             raise OptionError("option codegen='tiered' needs cache=True", hint="the child builds into Inductor's cache")
         if self.lock is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from k31compile.errors import K31Error
@@ -68,6 +68,10 @@ def _no_memory() -> dict[str, Any]:
 
 def _no_cache() -> dict[str, Any]:
     return {"hit": False, "level": None, "key": None, "why": "not looked up"}
+
+
+_OF_A_PROCESS = ("cache", "phases", "versions", "tier")
+_EVIDENCE = ("confirmations", "leaves")
 
 
 @dataclass
@@ -173,6 +177,28 @@ class Report:
         """Return the report as plain JSON values."""
         return asdict(self)
 
+    def to_kept(self) -> dict[str, Any]:
+        """What of a report is kept beside a compiled graph: all that does not belong to the process that made it."""
+        passes = [asdict(replace(run, seconds=0.0)) for run in self.passes]
+        kept = {name: value for name, value in self.to_dict().items() if name not in _OF_A_PROCESS}
+        return kept | {"passes": passes} | {name: [_as_found(one) for one in kept[name]] for name in _EVIDENCE}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Take over what `to_kept` gave in another process; notes are added to those that are here."""
+        for name, value in kept.items():
+            match name:
+                case "refused":
+                    known = [Refusal(**{**refusal, "layers": tuple(refusal["layers"])}) for refusal in value]
+                    self.refused = known
+                case "passes":
+                    self.passes = [PassRun(**run) for run in value]
+                case "notes":
+                    self.notes = _once([*self.notes, *value])
+                case "confirmations" | "leaves":
+                    setattr(self, name, [as_remembered(one) for one in value])
+                case _:
+                    setattr(self, name, value)
+
     def to_json(self) -> str:
         """Return the report as JSON text."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
@@ -215,6 +241,20 @@ def _once(items: Sequence[Any]) -> list[Any]:
         if item not in kept:
             kept.append(item)
     return kept
+
+
+def as_remembered(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """A confirmation, of a region or a function, that was not run but known before."""
+    found = _as_found(evidence)
+    return found | {"remembered": True, "text": f"remembered: {found['text']} before"}
+
+
+def _as_found(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """A confirmation as it was when it was run: the same in every process, whoever remembered it."""
+    text = evidence.get("text", "")
+    if evidence.get("remembered"):
+        text = text.removeprefix("remembered: ").removesuffix(" before")
+    return {**evidence, "remembered": False, "text": text}
 
 
 def _once_confirmed(confirmations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from k31compile.graph.memory import Verdict, place_of, session
 from k31compile.graph.portable import NotPortable, from_plain, to_plain
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, shape_under, value_of
+from k31compile.report import as_remembered
 
 log = logging.getLogger("k31compile")
 
@@ -78,16 +79,16 @@ class Confirmation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        seen = f"confirmed on {self.samples} samples in float64"
-        return {
+        found = {
             "name": self.name,
             "samples": self.samples,
             "sizes": dict(self.sizes),
             "tolerance": self.tolerance,
             "worst_error": self.worst_error,
-            "remembered": self.remembered,
-            "text": f"remembered: {seen} before" if self.remembered else seen,
+            "remembered": False,
+            "text": f"confirmed on {self.samples} samples in float64",
         }
+        return as_remembered(found) if self.remembered else found
 
 
 class Reading(ABC):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +15,10 @@ from torch import fx
 
 from k31compile.leaves.call import Call
 from k31compile.leaves.candidates import Candidate
-from k31compile.leaves.form import Form
+from k31compile.leaves.form import Evidence, Form
 from k31compile.leaves.globals import line_of
 from k31compile.leaves.reading import CalledReading
+from k31compile.report import as_remembered
 
 
 class Kept(ABC):
@@ -23,6 +27,10 @@ class Kept(ABC):
     @abstractmethod
     def identity(self) -> str:
         """Equal for calls that differ in sizes alone."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Equal in every process for what computes the same, whatever it is called with; for keys of the cache."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -51,6 +59,7 @@ class Leaf(Kept):
 
         leaf.__name__ = leaf.__qualname__ = f"k31_leaf_{self.call.function.__name__}"
         leaf.k31_leaf = self  # type: ignore[attr-defined]
+        leaf.k31_digest = self.digest()  # type: ignore[attr-defined]
         return leaf
 
     def original(self, *tensors: torch.Tensor) -> Any:
@@ -61,11 +70,18 @@ class Leaf(Kept):
         """Equal for calls that differ in sizes alone."""
         return f"{id(self.call.function)} {self.form.operator} {self.call.key()}"
 
+    def digest(self) -> str:
+        """A hash of the function, of the constants of the call, and of the form that it was confirmed to have."""
+        assert self.candidate.source is not None
+        form = replace(self.form, evidence=Evidence(0, (), 0.0))
+        # Sorted, for a form that was read from a file has its operands in another order.
+        text = json.dumps(form.to_dict(), sort_keys=True)
+        return digest_texts(self.candidate.source.digest, self.call.key(), text)
+
     def to_dict(self) -> dict[str, Any]:
         """What a report says of it, as plain JSON values."""
         seen = self.form.evidence
-        text = f"confirmed on {seen.samples} samples in float64, by calling it"
-        return {
+        found = {
             "function": self.call.function.__qualname__,
             "where": line_of(self.call.function),
             "operator": self.form.operator,
@@ -73,9 +89,15 @@ class Leaf(Kept):
             "samples": seen.samples,
             "lengths": list(seen.lengths),
             "worst_error": seen.worst_error,
-            "remembered": self.remembered,
-            "text": f"remembered: {text}, before" if self.remembered else text,
+            "remembered": False,
+            "text": f"confirmed on {seen.samples} samples in float64, by calling it",
         }
+        return as_remembered(found) if self.remembered else found
+
+
+def digest_texts(*texts: str) -> str:
+    """One hash over several texts."""
+    return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()
 
 
 def leaf_calls(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Kept]]:
@@ -86,6 +108,17 @@ def leaf_calls(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Kept]]:
                 leaf = getattr(node.target, "k31_leaf", None) if node.op == "call_function" else None
                 if isinstance(leaf, Kept):
                     yield node, leaf
+
+
+def count_leaves(module: fx.GraphModule) -> list[dict[str, Any]]:
+    """What a report says of the leaves in a graph, calls that differ in sizes alone as one."""
+    counts: Counter[str] = Counter()
+    found: dict[str, dict[str, Any]] = {}
+    for _, leaf in leaf_calls(module):
+        key = leaf.identity()
+        counts[key] += 1
+        found.setdefault(key, leaf.to_dict())
+    return [{**entry, "calls": counts[key]} for key, entry in found.items()]
 
 
 def as_written(module: fx.GraphModule) -> fx.GraphModule:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from k31compile.leaves.leaf import Kept
-from k31compile.slices.form import OPERATOR, Form
+from k31compile.leaves.leaf import Kept, digest_texts
+from k31compile.slices.form import OPERATOR, Evidence, Form
 
 LOOP = "loop over data"
 """Why a slice is kept whole, as reports say it."""
@@ -36,11 +36,16 @@ class SliceLeaf(Kept):
 
         leaf.__name__ = leaf.__qualname__ = "k31_leaf_experts"
         leaf.k31_leaf = self  # type: ignore[attr-defined]
+        leaf.k31_digest = self.digest()  # type: ignore[attr-defined]
         return leaf
 
     def identity(self) -> str:
         """Equal for calls that differ in sizes alone."""
         return f"{self.where} {self.key}"
+
+    def digest(self) -> str:
+        """A hash of the statements, of what they were called with, and of the form that they were confirmed to have."""
+        return digest_texts(self.key, repr(replace(self.form, evidence=Evidence(0, (), 0.0))))
 
     def to_dict(self) -> dict[str, Any]:
         """What a report says of it, as plain JSON values."""

@@ -20,7 +20,21 @@ LAYERS = [
     {"cache"},
     {"loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves", "slices"},
-    {"backend", "contract", "entry", "explain", "check", "nested", "between_regions", "offline", "weights"},
+    {
+        "ahead",
+        "backend",
+        "captured",
+        "compile_graph",
+        "keeping",
+        "contract",
+        "entry",
+        "explain",
+        "check",
+        "nested",
+        "between_regions",
+        "offline",
+        "weights",
+    },
     {"onnx_export"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},
