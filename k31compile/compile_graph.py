@@ -29,6 +29,7 @@ from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
 from k31compile.report import Report
 from k31compile.targets.cpu import compile_for_cpu, providers
+from k31compile.targets.pack_linears import pack_linears
 
 Compiled = Callable[..., Any]
 
@@ -101,12 +102,15 @@ def _compile_for_target(
         from k31compile.targets.ascend.device import compile_for_ascend
 
         return compile_for_ascend(module, example_inputs, options, report)
+    if options.layout == "nz":
+        pack_linears(module, report)
     if keeping is not None and options.codegen == "inductor":
         try:
             return keeping.build(module, example_inputs, options, report)
         except NativeError as error:
             report.cache["why"] = f"not kept, Inductor compiled it for this process: {error.what}"
-    return compile_for_cpu(module, example_inputs, options, report)
+    keep = keeping.keep if keeping is not None else None
+    return compile_for_cpu(module, example_inputs, options, report, keep)
 
 
 def _is_ascend(target: str | None) -> bool:
@@ -157,6 +161,7 @@ def _hand_over(
         # Inductor has no code for an NPU: what it made would run elsewhere.
         raise TargetError(f"this graph is not compiled for {options.target}: {why}", hint=_SAID)
     report.notes.append(why)
+    report.cache["why"] = "not kept: the graph went to Inductor as it was"
     as_written(module)
     kept = [leaf.to_dict()["where"] for _, leaf in leaf_calls(module)]
     report.leaves = [entry for entry in report.leaves if entry["where"] in kept]

@@ -41,7 +41,7 @@ _OF_TORCH_COMPILE = ("_is_torch_compile", "_compiled_call_impl")
 
 
 def _is_as_before(variable: Any, changes: Mapping[Any, Mapping[str, Any]]) -> bool:
-    """Whether attributes that were set have their first values again at the end, as a flag that is put back."""
+    """Whether an object whose attributes were set ends with the values that it began with: a flag put back."""
     changed = changes.get(variable)
     if not changed:
         return False

@@ -23,7 +23,7 @@ from k31compile.entry import Entry
 from k31compile.errors import ArtefactError, BuildError
 from k31compile.kernels.cpu.build import built_library
 from k31compile.options import Options
-from k31compile.targets.native.build import EXTERNS, LIBRARY
+from k31compile.targets.native.load import EXTERNS, LIBRARY
 
 SUFFIX = ".k31"
 _EXAMPLE_BYTES = 16 << 20

@@ -51,11 +51,12 @@ def describe_mode() -> str:
     grad = "grad" if torch.is_grad_enabled() else "no_grad"  # Dynamo leaves inference_mode; inputs tell of it
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     mkldnn = torch.backends.mkldnn
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     return " ".join(
         [
             f"{grad} autocast={autocast} deterministic={deterministic} default={torch.get_default_dtype()}",
             f"matmul={torch.get_float32_matmul_precision()} mkldnn={mkldnn.enabled} {mkldnn.deterministic}",
-            f"fill={torch.utils.deterministic.fill_uninitialized_memory}",
+            f"fill={fill}",
         ]
     )
 

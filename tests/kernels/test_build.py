@@ -125,19 +125,27 @@ def test_a_folder_that_others_can_write_is_refused(kept):
 
 
 def test_the_key_names_everything_that_decides_the_bytes(monkeypatch):
-    monkeypatch.setattr(build, "_version", lambda command: "compiler 1")
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
-    base = build.build_key(["g++"], "fast")
-    others = [build.build_key(["g++"], "portable"), build.build_key(["g++", "-g"], "fast")]
-    monkeypatch.setattr(build, "_version", lambda command: "compiler 2")
-    others.append(build.build_key(["g++"], "fast"))
-    monkeypatch.setattr(build, "_version", lambda command: "compiler 1")
+    base = build.build_key("fast")
+    others = [build.build_key("portable")]
+    monkeypatch.setenv("CXX", "g++ -g")
+    others.append(build.build_key("fast"))
+    monkeypatch.delenv("CXX")
     monkeypatch.setattr(build, "instruction_set", lambda: "avx512f")
-    others.append(build.build_key(["g++"], "fast"))
+    others.append(build.build_key("fast"))
     monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
     monkeypatch.setattr(build, "sources", lambda: [])
-    others.append(build.build_key(["g++"], "fast"))
-    assert len({base, *others}) == 6
+    others.append(build.build_key("fast"))
+    assert len({base, *others}) == 5
+
+
+@needs_compiler
+def test_what_was_built_is_found_without_a_compiler(kept, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert build.built_library("portable") == kept
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler on PATH"):
+        build.built_library("wide")
 
 
 def test_a_compiler_that_fails_is_quoted(cache, tmp_path, monkeypatch):
@@ -160,6 +168,7 @@ def test_the_compiler_is_what_the_environment_names(monkeypatch):
 def test_a_failure_is_remembered(monkeypatch):
     monkeypatch.setattr(loader, "_LOADED", {})
     monkeypatch.setattr(build, "compiler", lambda: None)
+    monkeypatch.setattr(build, "build_key", lambda variant: "0" * 32)
     first = loader.available()
     monkeypatch.undo()
     assert first[0] is False

@@ -112,7 +112,7 @@ class Matcher:
 
     def __init__(self, tree: Mapping[str, Tree], told_tensors: list[str]) -> None:
         self._told = told_tensors
-        self._roots = [(name, self._make(node, name)) for name, node in tree.items()]
+        self._roots = {name: self._make(node, name) for name, node in tree.items()}
 
     def take(self, arguments: Mapping[str, Any], tensors: list[Any]) -> None:
         """Put the tensors of a call into their places; a tensor's own properties are not looked at here.
@@ -122,8 +122,8 @@ class Matcher:
                 before it is in its place.
         """
         seen: dict[str, Any] = {}
-        for name, node in self._roots:
-            node.take(arguments[name], tensors, seen)
+        for name, value in arguments.items():
+            self._roots[name].take(value, tensors, seen)
 
     def _make(self, node: Tree, path: str) -> _Node:
         if "tensor" in node:

@@ -1,6 +1,8 @@
 """Building the C++ kernels: one compiler call, kept under the user's cache, trusted only when signed and private.
 
-The file's name is a digest of everything that decides its bytes: sources, flags, compiler, instruction set.
+The file's name is a digest of what decides its meaning: sources, flags, instruction set, and the compiler where CXX
+names one. Which version of the compiler built it is written behind it: finding it again must not start a compiler, and
+a machine without one takes what another has built.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ def sources() -> list[Path]:
     return sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")])
 
 
-def build_key(command: list[str], variant: str) -> str:
-    """Digest of sources, flags, compiler and instruction set."""
+def build_key(variant: str) -> str:
+    """Digest of sources, flags, instruction set and CXX."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for part in (*command[1:], *_COMMON, *VARIANTS[variant], _version(tuple(command)), instruction_set()):
+    for part in (os.environ.get("CXX", ""), *_COMMON, *VARIANTS[variant], instruction_set()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -61,16 +63,16 @@ def built_library(variant: str = "fast") -> Path:
     Raises BuildError when there is no compiler, the build fails, or the cache folder cannot be trusted.
     """
     command = compiler()
-    if command is None:
-        raise BuildError("no C++ compiler on PATH", hint="install g++ or set CXX; until then the references serve")
     try:
         folder = _private_folder()
-        path = folder / f"cpu-{build_key(command, variant)}.so"
+        path = folder / f"cpu-{build_key(variant)}.so"
         if path.exists():
             fault = _fault(path, local_key())
             if fault is None:
                 return path
             _set_aside(path, fault)
+        if command is None:
+            raise BuildError("no C++ compiler on PATH", hint="install g++ or set CXX; until then the references serve")
         _build(command, variant, path)
     except (StoreError, OSError) as error:
         raise BuildError(f"the kernels cannot be kept: {error}") from error
@@ -91,7 +93,7 @@ def _build(command: list[str], variant: str, path: Path) -> None:
         if run.returncode:
             raise BuildError(f"the C++ compiler refused the kernels: {_first_error(run.stderr)}")
         made.chmod(0o600)
-        seal = {"sha256": sha256_of(made)}
+        seal = {"sha256": sha256_of(made), "compiler": _version(tuple(command))}
         seal["hmac"] = sign(seal["sha256"].encode(), local_key())
         # One rename publishes both: the seal travels behind the library, as the last line of the file.
         with made.open("ab") as file:

@@ -83,7 +83,8 @@ def _where_it_stands(
 ) -> tuple[fx.Node, int]:
     wanted = expression_of(size)
     for node, value in zip(placeholders, values, strict=True):
-        for dim, other in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+        sizes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for dim, other in enumerate(sizes):
             if isinstance(other, torch.SymInt) and expression_of(other) == wanted:
                 return node, dim
     raise NativeError(f"the size {name} is an input and no tensor has it")
