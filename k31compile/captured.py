@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from k31compile.errors import K31Error, TraceError
 from k31compile.options import Options
@@ -34,6 +35,14 @@ class Capture:
 class GraphCapturedError(Exception):
     """Ends a compile whose graph somebody asked for with `captured_graph`."""
 
+
+# An error of the model's own call comes as the second, a branch on a size that depends on values as the last.
+_NOT_ONE_GRAPH = (
+    torch._dynamo.exc.Unsupported,
+    torch._dynamo.exc.TorchRuntimeError,
+    torch._dynamo.exc.UserError,
+    GuardOnDataDependentSymNode,
+)
 
 capturing: ContextVar[Capture | None] = ContextVar("capturing", default=None)
 """What the backend fills in the place of a compile."""
@@ -90,7 +99,7 @@ def _call(capture: Capture, compiled: Compiled, args: Sequence[Any], kwargs: Map
     token = capturing.set(capture)
     try:
         return compiled(*args, **kwargs)
-    except torch._dynamo.exc.Unsupported as error:
+    except _NOT_ONE_GRAPH as error:
         why = str(error).strip().splitlines()[0]
         raise TraceError(f"the model is not one graph: {why}", hint="torch._dynamo.explain names the place") from error
     finally:

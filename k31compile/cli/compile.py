@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
     from k31compile.offline import OfflineGraph
+    from k31compile.targets.ascend.profiles import Profile
 
 
 _MADE = {"ge": "GE operators", "npugraph_ex": "calls in the code that is captured"}
@@ -65,7 +67,7 @@ def _compile_offline(
     from k31compile.offline import compile_offline
     from k31compile.targets.ascend.profiles import profile_of
 
-    profile_of(product, mode)
+    _load_torch_npu(profile_of(product, mode))
     entries = target.load_entries(target_name, "bf16" if target.is_shipped(target_name) else None, layers)
     made: list[tuple[OfflineGraph, list[Path]]] = []
     with console.progress("compile", len(entries)) as advance:
@@ -76,6 +78,14 @@ def _compile_offline(
     entries_told = {graph.name: graph.to_dict() | {"written": [str(path) for path in paths]} for graph, paths in made}
     data = {"target": target_name, "entries": entries_told}
     console.emit(data, lambda out: _render(made, out))
+
+
+def _load_torch_npu(profile: Profile) -> None:
+    """Load torch_npu over its stand-ins before the target's file, which may import it itself, as transformers does."""
+    from k31compile.targets.ascend.offline.session import open_session
+
+    if importlib.util.find_spec("torch_npu") is not None:
+        open_session(profile)
 
 
 def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:

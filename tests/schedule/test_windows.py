@@ -5,7 +5,7 @@ import random
 
 import pytest
 from drawn_tasks import drawn_graph, graphs
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from k31compile.passes.schedule.calm import calm
@@ -18,7 +18,9 @@ from k31compile.passes.schedule.tasks import Task, TaskGraph
 from k31compile.passes.schedule.verify_schedule import verify_schedule
 from k31compile.passes.schedule.windows import Sweep, improve_in_windows
 
-DRAWS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+DRAWS = settings(
+    max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 EVENT = 0.2
 
 

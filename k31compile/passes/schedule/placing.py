@@ -25,7 +25,6 @@ class Problem:
         after: the tasks that wait for it.
         lock: for a task whose engine takes one at a time the number of that engine, else -1.
         event: the seconds from the end of a task to the start of one on another stream that waits for it.
-        bound: no placement ends earlier.
         tolerance: times this close are taken as the same.
         pinned: tasks that are not moved: those of which a part of a program is told what is around it.
         price: the seconds that an event has to win.
@@ -37,7 +36,6 @@ class Problem:
     after: tuple[tuple[int, ...], ...]
     lock: tuple[int, ...]
     event: float
-    bound: float
     tolerance: float
     pinned: frozenset[int] = frozenset()
     price: float = 0.0
@@ -71,12 +69,16 @@ class Problem:
             after=tuple(map(tuple, after)),
             lock=lock,
             event=event,
-            bound=lower_bound(seconds, before, lock),
             tolerance=1e-9 * (math.fsum(seconds) + event),
             pinned=pinned,
             price=price,
             tail=tail or (0.0,) * len(seconds),
         )
+
+    @cached_property
+    def bound(self) -> float:
+        """No placement ends earlier."""
+        return lower_bound(self.seconds, self.before, self.lock)
 
     @cached_property
     def edges(self) -> tuple[list[int], list[int]]:

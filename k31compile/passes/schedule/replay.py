@@ -72,6 +72,8 @@ def replay(base: Placement, order: Sequence[int], stream: Sequence[int], first: 
             return None
         start[task] = begin
         free[here] = end[task] = begin + seconds[task]
+    if limit - max(map(operator.add, end, problem.tail), default=0.0) < spent:
+        return None
     most = (
         (limit - max(map(operator.add, end, problem.tail), default=0.0)) / problem.price if problem.price else math.inf
     )

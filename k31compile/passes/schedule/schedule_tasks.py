@@ -12,7 +12,7 @@ from k31compile.passes.schedule.improve import Budget, improve
 from k31compile.passes.schedule.list_placing import place
 from k31compile.passes.schedule.placing import Placement, Problem
 from k31compile.passes.schedule.priorities import orders
-from k31compile.passes.schedule.replay import on_one_stream
+from k31compile.passes.schedule.replay import on_one_stream, place_as
 from k31compile.passes.schedule.schedule import MAX_STREAMS, Schedule
 from k31compile.passes.schedule.tasks import TaskGraph
 from k31compile.passes.schedule.windows import improve_in_windows
@@ -65,6 +65,7 @@ def schedule_tasks(
     problem = Problem.of(graph, event_seconds, price)
     serial = on_one_stream(problem)
     best = _best(problem, streams, search) if streams > 1 and len(graph.tasks) > 1 else serial
+    best = _enter_where_it_returns(best)
     if not best.is_better(serial):
         best = serial
     return _as_schedule(graph, problem, best)
@@ -87,6 +88,15 @@ def _best(problem: Problem, streams: int, search: int) -> Placement:
         if tried.is_better(best):
             best = tried
     return calm(best, streams, Budget(search))
+
+
+def _enter_where_it_returns(placement: Placement) -> Placement:
+    """The placement with the caller's entry, which takes no time, on the stream of its return: that is the caller's."""
+    problem, stream = placement.problem, placement.stream
+    is_entry = bool(stream) and problem.seconds[0] == problem.seconds[-1] == 0.0 and all(problem.before[1:])
+    if not is_entry or stream[0] == stream[-1]:
+        return placement
+    return place_as(problem, placement.order, [stream[-1], *stream[1:]])
 
 
 def _best_of_few(problem: Problem, found: Sequence[Placement], streams: int, search: int) -> Placement:
