@@ -22,6 +22,7 @@ LAYERS = [
     {"leaves", "slices"},
     {"backend", "compile_graph", "keeping", "contract", "entry", "explain", "check"}
     | {"nested", "between_regions", "offline", "weights"},
+    {"buckets", "bundle", "counted", "padding"},
     {"onnx_export"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},
