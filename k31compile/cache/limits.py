@@ -118,10 +118,13 @@ def _repair_clock(kept: list[Kept], places: Places) -> None:
 
 
 def _from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    text = os.environ.get(name, "")
+    return amount_of(text, name) if text.strip() else default
+
+
+def amount_of(text: str, name: str) -> int:
+    """Read a number as ``2000``, ``500M`` or ``8 GiB``; OptionError says what ``name`` takes."""
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match or not int(match[1]):
         raise OptionError(f"{name} does not take {text!r}", hint="it takes a whole number from 1 on, as 2000 or 500M")
     return int(match[1]) * _UNITS[match[2].upper()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 MOST_COMPARED = 256
 """So many of the entries used last are compared."""
 
+_NAME = re.compile(r"[\w.]+")
 _DIGEST = re.compile(r"[0-9a-f]{16,128}")
 _MOST_CHARACTERS = 60
 _MOST_NAMED = 4
@@ -56,8 +58,22 @@ def describe(name: str, there: str, here: str) -> str:
         return f"{name} {'is missing' if not there else 'is'} there and {'is missing' if not here else 'is'} here"
     if _DIGEST.fullmatch(there) and _DIGEST.fullmatch(here):
         return f"{name} differ"
-    one, other = _first_difference(there, here)
+    one, other = _differing_options(there, here) or _first_difference(there, here)
     return f"{name} differ ({one} there, {other} here)"
+
+
+def _differing_options(there: str, here: str) -> tuple[str, str] | None:
+    """Where both texts are JSON tables: the first name that differs, with its value in each."""
+    try:
+        theirs, ours = json.loads(there), json.loads(here)
+    except ValueError:
+        return None
+    if not isinstance(theirs, dict) or not isinstance(ours, dict):
+        return None
+    names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+    if not names:
+        return None
+    return _short(f"{names[0]} {json.dumps(theirs.get(names[0]))}"), _short(json.dumps(ours.get(names[0])))
 
 
 def _first_difference(there: str, here: str) -> tuple[str, str]:
@@ -69,7 +85,9 @@ def _first_difference(there: str, here: str) -> tuple[str, str]:
     one, other = theirs[place], ours[place]
     head, _, rest = one.partition(" ")
     same, _, other_rest = other.partition(" ")
-    if head == same and rest and other_rest:  # both speak of the same thing, which is named once
+    if (
+        head == same and _NAME.fullmatch(head) and rest and other_rest
+    ):  # both speak of the same thing, which is named once
         return _short(f"{head} {rest}"), _short(other_rest)
     return _short(one), _short(other)
 

@@ -20,8 +20,19 @@ LAYERS = [
     {"cache"},
     {"loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves", "slices"},
-    {"backend", "compile_graph", "keeping", "contract", "entry", "explain", "check"}
-    | {"nested", "between_regions", "offline", "weights"},
+    {
+        "backend",
+        "compile_graph",
+        "keeping",
+        "contract",
+        "entry",
+        "explain",
+        "check",
+        "nested",
+        "between_regions",
+        "offline",
+        "weights",
+    },
     {"buckets", "bundle", "counted", "padding"},
     {"onnx_export"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
