@@ -6,59 +6,28 @@ call that no compiled graph served is an error.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from k31compile.bucket_sizes import Spec, bucket_sizes, combinations
 from k31compile.counted import CountedBackend, own_error
 from k31compile.entry import Entry
 from k31compile.errors import BucketError
 from k31compile.padding import argument_at, check_fill, cut, map_paths, part_at, resized, with_part, write_back
 
-Spec = Sequence[int] | Mapping[str, int]
-"""Sizes: a list of them, or (max, stride), or {"max": ..., "stride": ...}."""
-
 Sizes = Mapping[str, int]
 """The name of a dynamic dimension -> its size."""
 
+__all__ = ["Bucket", "Bucketed", "Spec", "bucket_sizes", "combinations", "resize_entry"]
+
 BEYOND = ("refuse", "compile")
-_MOST_SIZES = 10_000
-
-
-def bucket_sizes(spec: Spec, name: str = "sizes") -> tuple[int, ...]:
-    """The sizes of buckets, ascending: those of a list, or the multiples of a stride with the maximum itself.
-
-    ``(13, 8)`` and ``{"max": 13, "stride": 8}`` give (8, 13); ``[8, 13]`` gives (8, 13).
-
-    Raises:
-        BucketError: it is none of these.
-    """
-    match spec:
-        case {"max": top, "stride": stride, **rest} if not rest:
-            return _stepped(top, stride, name)
-        case tuple():
-            if len(spec) != 2:
-                raise BucketError(f"buckets of {name!r} are {spec!r}", hint="write (max, stride), or a list of sizes")
-            return _stepped(*spec, name)
-        case list() if spec and all(_is_size(size) for size in spec):
-            return tuple(sorted(set(spec)))
-    raise BucketError(
-        f"buckets of {name!r} are {spec!r}",
-        hint="write a list of sizes from 1 on, as [1, 4, 13], or {max = 13, stride = 8}",
-    )
-
-
-def combinations(buckets: Mapping[str, Spec]) -> list[dict[str, int]]:
-    """Every bucket of several names: each size of one with each size of the others."""
-    sizes = {name: bucket_sizes(spec, name) for name, spec in buckets.items()}
-    return [dict(zip(sizes, chosen, strict=True)) for chosen in itertools.product(*sizes.values())]
 
 
 def resize_entry(entry: Entry, sizes: Sizes, fill: Mapping[str, float] | None = None) -> Entry:
@@ -304,7 +273,9 @@ class Bucketed:
                 if not isinstance(tensor, Tensor) or dim >= tensor.dim() or tensor.shape[dim] != bucket.sizes[name]:
                     found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                     wanted = f"its dimension {dim} should be {bucket.sizes[name]}, {name!r}"
-                    raise self._wrong(f"output {path!r} is {found}, and {wanted}", hint="correct outputs={path: {dim: name}}")
+                    raise self._wrong(
+                        f"output {path!r} is {found}, and {wanted}", hint="correct outputs={path: {dim: name}}"
+                    )
             kept = {dim: sizes[name] for dim, name in dims.items()}
             if any(size != bucket.sizes[dims[dim]] for dim, size in kept.items()):
                 result = with_part(result, path, cut(tensor, kept))
@@ -346,7 +317,9 @@ def _dims_of(entry: Entry, names: Mapping[str, Any]) -> dict[str, dict[int, str]
     for name in names:
         if name not in known:
             what = f"the entry has no dimension {name!r}" if known else "the entry names no dynamic dimension"
-            hint = f"it names {', '.join(known)}" if known else "write Entry(..., dynamic={path: {dim: (name, 1, max)}})"
+            hint = (
+                f"it names {', '.join(known)}" if known else "write Entry(..., dynamic={path: {dim: (name, 1, max)}})"
+            )
             raise BucketError(what, where=f"entry {entry.name!r}", hint=hint)
     return found
 
@@ -356,20 +329,6 @@ def _own_code(model: Callable[..., Any]) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     return types.FunctionType(call.__code__.replace(), call.__globals__, "call", closure=call.__closure__)
-
-
-def _stepped(top: Any, stride: Any, name: str) -> tuple[int, ...]:
-    for word, value in (("max", top), ("stride", stride)):
-        if not _is_size(value):
-            raise BucketError(f"{word} of the buckets of {name!r} is {value!r}", hint="give a whole number from 1 on")
-    if top // stride > _MOST_SIZES:
-        hint = f"at most {_MOST_SIZES}: take a larger stride"
-        raise BucketError(f"buckets of {name!r} would be {top // stride}", hint=hint)
-    return tuple(sorted({*range(stride, top + 1, stride), top}))
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 1
 
 
 def _span(low: int, high: int) -> str:

@@ -44,7 +44,7 @@ _AGAIN = "make it again with: k31 cache export BUNDLE"
 class Member:
     """A file of a bundle: its size and hash, and how its bytes are read when they are written down."""
 
-    bytes: int
+    size: int
     sha256: str
     read: Callable[[], bytes]
 
@@ -61,7 +61,7 @@ def write_bundle(path: Path, about: Mapping[str, Any], members: Mapping[str, Mem
         BundleError: a member is not what it was when it was announced.
         OSError: the disk does not take it.
     """
-    listed = {name: {"bytes": member.bytes, "sha256": member.sha256} for name, member in sorted(members.items())}
+    listed = {name: {"bytes": member.size, "sha256": member.sha256} for name, member in sorted(members.items())}
     index = json.dumps({"format": FORMAT, "about": dict(about), "files": listed}, sort_keys=True, indent=1).encode()
     digest = hmac.new(key, _WORD, hashlib.sha256)
     with atomic_file(path) as file:
@@ -108,7 +108,7 @@ def open_bundle(path: Path, key: bytes, most_bytes: int) -> Iterator[Opened]:
     with _regular(path) as file:
         expected = _checked_signature(file, key, path)
         file.seek(len(_HEAD) + _DIGITS)
-        source = _Hashing(file, hmac.new(key, _WORD, hashlib.sha256))
+        source: Any = _Hashing(file, hmac.new(key, _WORD, hashlib.sha256))
         try:
             with zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW).stream_reader(source, closefd=False) as plain:
                 tar = _Tar(plain)
@@ -157,9 +157,7 @@ def _index(tar: _Tar, path: Path, most_bytes: int) -> Opened:
     return Opened(about, files, iter(()))
 
 
-def _members(
-    opened: Opened, tar: _Tar, source: _Hashing, expected: str, path: Path
-) -> Iterator[tuple[str, BinaryIO]]:
+def _members(opened: Opened, tar: _Tar, source: _Hashing, expected: str, path: Path) -> Iterator[tuple[str, BinaryIO]]:
     for wanted, about in opened.files.items():
         name, size = tar.header(path)
         if name != wanted or size != about["bytes"]:
@@ -249,7 +247,8 @@ class _Hashing:
 @contextmanager
 def _compressing(file: BinaryIO, digest: Any) -> Iterator[Any]:
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-    with compressor.stream_writer(_Hashing(file, digest), closefd=False) as sink:  # type: ignore[arg-type]
+    target: Any = _Hashing(file, digest)
+    with compressor.stream_writer(target, closefd=False) as sink:
         yield sink
 
 

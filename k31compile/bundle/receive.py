@@ -145,10 +145,10 @@ def _checked_manifest(
     except (ValueError, RecursionError) as error:
         raise BundleError(f"entry {key[:12]}: {error}", str(path), "export it with this version") from None
     brought = {name: dict(listed[f"entries/{key}/{name}"]) for name in files}
-    parts = (manifest[name] for name in ("ingredients", "program", "report"))
+    ingredients, program, report = (manifest[name] for name in ("ingredients", "program", "report"))
     if manifest["key"] != key or manifest["files"] != brought:
         raise BundleError(f"entry {key[:12]} does not have the files that its manifest lists", where=str(path))
-    if manifest_bytes(key, manifest["kind"], *parts, manifest["files"]) != text:
+    if manifest_bytes(key, manifest["kind"], ingredients, program, report, brought) != text:
         raise BundleError(f"the manifest of entry {key[:12]} is not written as this version does", where=str(path))
     return manifest
 

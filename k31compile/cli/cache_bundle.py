@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 
 from k31compile.cli import console
+from k31compile.cli.readable import size_text
 from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
     from k31compile.bundle.receive import Received
     from k31compile.bundle.send import Sent
 
+Folder = Annotated[str, typer.Option("--cache", metavar="PATH", help="Another cache than this user's own.")]
 _KEY = re.compile(r"[0-9a-f]{8,128}")
 
 
@@ -24,30 +26,34 @@ def export_bundle(
     chosen: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY|TARGET]...", help="Entries by key (8 digits or more) or TARGET.")
     ] = None,
+    folder: Folder = "",
 ) -> int:
     """Write compiled graphs, kernels and what was confirmed into one file, signed with K31_CACHE_KEY."""
-    from k31compile.bundle.send import export_bundle as export
-    from k31compile.cache.entry_store import default_store
+    from k31compile.cli.cache import open_cache
     from k31compile.signatures import shared_key
 
     shared_key()
+    store = open_cache(folder)
     keys = _keys_of(chosen) if chosen else None
-    sent = export(bundle, default_store(), keys)
+    from k31compile.bundle.send import export_bundle as export
+
+    sent = export(bundle, store, keys)
     console.emit(sent.to_dict(), lambda out: _render_sent(sent, out))
     return 1 if sent.left_out else 0
 
 
 def import_bundle(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file that k31 cache export has written.")],
+    folder: Folder = "",
 ) -> int:
     """Verify a bundle with K31_CACHE_KEY and take what it brings into this user's cache; what is here stays."""
     from k31compile.signatures import shared_key
 
     shared_key()
     from k31compile.bundle.receive import import_bundle as receive
-    from k31compile.cache.entry_store import default_store
+    from k31compile.cli.cache import open_cache
 
-    received = receive(bundle, default_store())
+    received = receive(bundle, open_cache(folder))
     console.emit(received.to_dict(), lambda out: _render_received(bundle, received, out))
     return 1 if received.failed else 0
 
@@ -56,17 +62,17 @@ def _keys_of(chosen: list[str]) -> list[str]:
     keys = [given for given in chosen if _KEY.fullmatch(given)]
     targets = [given for given in chosen if not _KEY.fullmatch(given)]
     if targets:
-        from k31compile.cli.warm_file import plain_jobs
-        from k31compile.cli.warm_run import check_warm
+        from k31compile.cli.warm_file import plain_plan
+        from k31compile.cli.warm_run import warm_keys
 
-        keys += check_warm(plain_jobs(targets))
+        keys += warm_keys(plain_plan(targets))
     if not keys:
         raise UsageError("none of these names an entry of the cache")
     return keys
 
 
 def _render_sent(sent: Sent, out: Console) -> None:
-    out.print(f"{sent.path}: {_megabytes(sent.bytes)}, signed with K31_CACHE_KEY", markup=False, highlight=False)
+    out.print(f"{sent.path}: {size_text(sent.bytes)}, signed with K31_CACHE_KEY", markup=False, highlight=False)
     out.print(f"entries: {len(sent.entries)}", highlight=False)
     for folder, count in sent.parts.items():
         out.print(f"{folder}: {count}", highlight=False)
@@ -86,7 +92,3 @@ def _render_received(bundle: Path, received: Received, out: Console) -> None:
         out.print(line, markup=False, highlight=False)
     for name, why in received.failed.items():
         out.print(f"not kept: {name}, {why}", markup=False, highlight=False)
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"

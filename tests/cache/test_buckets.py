@@ -34,7 +34,8 @@ def test_the_maximum_is_always_a_bucket(spec: Any, sizes: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize(
-    "spec", [[], [0], [1.5], [True], (13,), (13, 0), (0, 8), ("13", 8), {"max": 13}, {"max": 13, "stride": 8, "x": 1}, 13]
+    "spec",
+    [[], [0], [1.5], [True], (13,), (13, 0), (0, 8), ("13", 8), {"max": 13}, {"max": 13, "stride": 8, "x": 1}, 13],
 )
 def test_what_is_no_list_of_sizes_is_refused(spec: Any) -> None:
     with pytest.raises(BucketError, match=r"K31-0210: .*'batch'.*; (write|give) "):
@@ -222,14 +223,14 @@ def test_names_and_calls_that_do_not_fit_are_refused() -> None:
     with pytest.raises(BucketError, match=r"no dimension 'batches' \(entry 'toy'\); it names batch, length"):
         resize_entry(entry, {"batches": 4})
     compiled = bucketed([4], [4])
-    rows, place, state = arguments(2, 3)
+    rows, _, state = arguments(2, 3)
     with pytest.raises(BucketError, match="'batch' is 2 in one argument and 3 in dimension 0 of '1'"):
         compiled(rows, torch.arange(3), state)
     with pytest.raises(BucketError, match="'1' is missing: there is no argument 1"):
         compiled(rows)
     with pytest.raises(BucketError, match="'1' is a int, not a tensor"):
         compiled(rows, 3, state)
-    with pytest.raises(BucketError, match="output 'count' is .4., and its dimension 0 should be 5, 'length'"):
+    with pytest.raises(BucketError, match=r"output 'count' is \[4\], and its dimension 0 should be 5, 'length'"):
         bucketed([4], [5], outputs={"count": {0: "length"}})(*arguments(2, 3))
     with pytest.raises(BucketError, match="'batch' is 0, and the least is 1"):
         compiled(*arguments(0, 3))
@@ -267,9 +268,7 @@ def test_padding_touches_no_state_of_the_k31_model() -> None:
     start = torch.arange(BATCHES) + 4
     tokens = torch.arange(BATCHES)[:, None] + 3
     paths = ("0", "1.block_table", "1.state_rows", "2")
-    entry = Entry(
-        "tiny", model, (tokens, drawn_caches(config), start), dynamic={path: {0: bound} for path in paths}
-    )
+    entry = Entry("tiny", model, (tokens, drawn_caches(config), start), dynamic={path: {0: bound} for path in paths})
     fill = dict.fromkeys(paths, 0)
     compiled = Bucketed(entry, {"batch": (5, 3)}, fill=fill, outputs={"": {0: "batch"}}, options=QUICK)
     for batch in range(1, BATCHES + 1):
