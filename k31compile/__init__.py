@@ -8,14 +8,13 @@ cheap and does not import torch.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from k31compile.backend import compile as compile
+    from k31compile.cache.artefact.load import load as load
     from k31compile.check import check as check
     from k31compile.entry import Entry as Entry
     from k31compile.explain import explain as explain
@@ -30,6 +29,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "compile": "k31compile.backend",
     "explain": "k31compile.explain",
+    "load": "k31compile.cache.artefact.load",
     "check": "k31compile.check",
     "equivalent": "k31compile.leaves.declare",
     "Options": "k31compile.options",
@@ -51,17 +51,6 @@ __all__ = [
     "load",
     "reports",
 ]
-
-
-def load(path: str | os.PathLike[str]) -> Callable[..., Any]:
-    """Load an artefact that ``k31 compile`` wrote; this version writes none yet and refuses."""
-    from k31compile.errors import NotBuiltYetError
-
-    raise NotBuiltYetError(
-        "loading artefacts is not built yet",
-        where=os.fspath(path),
-        hint="use torch.compile(model, backend='k31')",
-    )
 
 
 def __getattr__(name: str) -> Any:

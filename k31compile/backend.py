@@ -5,13 +5,16 @@ import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import UncapturedHigherOrderOpError
 
 import k31compile.kernels  # noqa: F401  (registers the operators)
+from k31compile.captured import captured_call as captured_call
+from k31compile.captured import captured_graph as captured_graph
+from k31compile.captured import capturing
 from k31compile.contract.compare import hold_to_contract
 from k31compile.errors import OptionError, TraceError
 from k31compile.keeping import begin_keeping
@@ -20,16 +23,12 @@ from k31compile.leaves.leaf import as_written, count_leaves
 from k31compile.nested import marked, repeated_layers, why_not_regions
 from k31compile.notes import take_notes, tell
 from k31compile.options import Options
-from k31compile.report import Report, record, reports
-
-if TYPE_CHECKING:
-    from k31compile.compile_graph import Capture
+from k31compile.report import Report, record
 
 log = logging.getLogger("k31compile")
 
 Compiled = Callable[..., Any]
 
-_capturing: ContextVar["Capture | None"] = ContextVar("capturing", default=None)
 _listing: ContextVar[list[dict[str, Any]] | None] = ContextVar("listing", default=None)
 
 
@@ -47,35 +46,6 @@ def kept_whole(model: Callable[..., Any], call: Callable[[Callable[..., Any]], A
         _listing.reset(token)
         torch._dynamo.reset()
     return found
-
-
-def captured_graph(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str
-) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-    """The one graph of a call after the passes of a target, and the tensors that it takes; nothing of it is run.
-
-    Raises:
-        TraceError: Dynamo does not make one graph of the call, with its reason.
-    """
-    from k31compile.compile_graph import Capture
-
-    torch._dynamo.reset()
-    capture, before = Capture(target), len(reports())
-    token = _capturing.set(capture)
-    try:
-        torch.compile(model, backend="k31", fullgraph=True, dynamic=False)(*args, **kwargs)
-    except torch._dynamo.exc.Unsupported as error:
-        why = str(error).strip().splitlines()[0]
-        raise TraceError(f"the model is not one graph: {why}", hint="torch._dynamo.explain names the place") from error
-    except Exception:
-        if capture.graph is None:
-            raise
-    finally:
-        _capturing.reset(token)
-    if capture.graph is None:
-        notes = [note for report in reports()[before:] for note in report.notes] or ["it compiled nothing"]
-        raise TraceError(f"there is no graph of this call: {notes[-1]}", hint="k31 explain says more of it")
-    return capture.graph, capture.inputs
 
 
 def k31(
@@ -159,7 +129,7 @@ def _options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mappi
 
 
 def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> Compiled:
-    capture = _capturing.get()
+    capture = capturing.get()
     keeping = None if capture is not None else begin_keeping(module, example_inputs, options, report)
     if keeping is not None and (hit := keeping.find(report)) is not None:
         hold_to_contract(report, options)

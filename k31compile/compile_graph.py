@@ -14,9 +14,10 @@ from torch._inductor.compile_fx import compile_fx
 from torch.amp.autocast_mode import _enter_autocast
 
 from k31compile.between_regions import rewrite_between
+from k31compile.captured import Capture, GraphCapturedError
 from k31compile.contract.census import count_contained, count_fused, describe_graph
 from k31compile.contract.compare import hold_to_contract
-from k31compile.errors import K31Error, NativeError, StrictError, TargetError
+from k31compile.errors import K31Error, NativeError, StrictError, TargetError, TraceError
 from k31compile.graph.named_regions import read_regions
 from k31compile.graph.trace import refuse_shared_memory, trace_functional
 from k31compile.keeping import Keeping
@@ -28,25 +29,13 @@ from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, run_pipeline
 from k31compile.report import Report
 from k31compile.targets.cpu import compile_for_cpu, providers
+from k31compile.targets.pack_linears import pack_linears
 
 Compiled = Callable[..., Any]
 
 _SAID = "k31 explain says more of it"
 
 _AS_WRITTEN = {"provider": "as written", "why": "named in parts for a schedule, nothing is replaced"}
-
-
-@dataclass
-class Capture:
-    """A target whose passes run, and the graph that came out of them."""
-
-    target: str
-    graph: fx.GraphModule | None = None
-    inputs: tuple[Any, ...] = ()
-
-
-class GraphCaptured(Exception):
-    """Ends a compile whose graph somebody asked for."""
 
 
 def compile_graph(
@@ -62,12 +51,12 @@ def compile_graph(
     Raises:
         StrictError, ContractError: as the options ask.
         TargetError: a graph that the target cannot have, and nobody else either.
-        GraphCaptured: with `capture`, once that has the graph after the passes.
+        GraphCapturedError: with `capture`, once that has the graph after the passes.
     """
     _tell_of_leaves(module, report)
     foreign = _why_not_ours(module, example_inputs, options)
     if foreign:
-        return _hand_over(module, example_inputs, options, report, foreign)
+        return _hand_over(module, example_inputs, options, report, foreign, capture)
     report.nodes_before = _count_nodes(module)
     rewrite = _Rewrite(options, report, capture.target if capture is not None else options.target or "cpu")
     try:
@@ -76,12 +65,14 @@ def compile_graph(
     except StrictError:
         raise
     except K31Error as error:
-        return _hand_over(module, example_inputs, options, report, str(error))
+        return _hand_over(module, example_inputs, options, report, str(error), capture)
     _describe(rewritten, example_inputs, options, report, keeping is not None)
     hold_to_contract(report, options)
     if capture is not None:
         capture.graph, capture.inputs = rewritten, tuple(example_inputs)
-        raise GraphCaptured
+        if capture.then is not None:
+            return capture.then(rewritten, capture.inputs, report)
+        raise GraphCapturedError
     start = time.perf_counter()
     compiled = _compile_for_target(rewritten, example_inputs, options, report, keeping)
     report.phases["codegen"] = time.perf_counter() - start
@@ -111,12 +102,15 @@ def _compile_for_target(
         from k31compile.targets.ascend.device import compile_for_ascend
 
         return compile_for_ascend(module, example_inputs, options, report)
+    if options.layout == "nz":
+        pack_linears(module, report)
     if keeping is not None and options.codegen == "inductor":
         try:
             return keeping.build(module, example_inputs, options, report)
         except NativeError as error:
             report.cache["why"] = f"not kept, Inductor compiled it for this process: {error.what}"
-    return compile_for_cpu(module, example_inputs, options, report)
+    keep = keeping.keep if keeping is not None else None
+    return compile_for_cpu(module, example_inputs, options, report, keep)
 
 
 def _is_ascend(target: str | None) -> bool:
@@ -152,14 +146,22 @@ def _why_not_ours(module: fx.GraphModule, example_inputs: Sequence[Any], options
 
 
 def _hand_over(
-    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report, why: str
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: Report,
+    why: str,
+    capture: Capture | None,
 ) -> Compiled:
     if options.strict:
         raise StrictError(why)
+    if capture is not None and capture.then is not None:
+        raise TraceError(f"this graph is not compiled ahead of time: {why}", hint=_SAID)
     if _is_ascend(options.target):
         # Inductor has no code for an NPU: what it made would run elsewhere.
         raise TargetError(f"this graph is not compiled for {options.target}: {why}", hint=_SAID)
     report.notes.append(why)
+    report.cache["why"] = "not kept: the graph went to Inductor as it was"
     as_written(module)
     kept = [leaf.to_dict()["where"] for _, leaf in leaf_calls(module)]
     report.leaves = [entry for entry in report.leaves if entry["where"] in kept]

@@ -187,6 +187,13 @@ class BuildError(K31Error):
     default_hint = "run `k31 doctor`; without a C++ compiler the reference implementations serve"
 
 
+class CallRefusedError(K31Error):
+    """A call of an artefact that is not one of those which it was compiled for."""
+
+    code = "K31-0303"
+    default_hint = "call it as it was compiled, or compile an entry for this call too"
+
+
 class TargetError(K31Error):
     """A target that cannot take this graph, or is not available on this machine."""
 
@@ -241,6 +248,13 @@ class WeightFileError(K31Error):
 
     code = "K31-0502"
     default_hint = "k31 weights inspect PATH lists what a file holds and in which layout"
+
+
+class ArtefactError(K31Error):
+    """An artefact that cannot be made, is damaged, not to be trusted, or made for another machine or other weights."""
+
+    code = "K31-0505"
+    default_hint = "make it again with: k31 compile TARGET -o F.k31"
 
 
 class CheckError(K31Error):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.source import examine
 from k31compile.options import Options
 from k31compile.report import Report
-from k31compile.targets.native.load import load_native
+from k31compile.targets.native.load import EXTERNS, LIBRARY, load_native
 
 log = logging.getLogger("k31compile")
 
@@ -78,22 +77,23 @@ class Keeping:
         Raises:
             NativeError: it cannot be built so.
         """
-        from k31compile.targets.native.build import EXTERNS, LIBRARY, build_native
+        from k31compile.targets.native.build import build_native
 
-        scratch = Path(tempfile.mkdtemp(prefix="k31-build-"))
-        try:
-            plan = build_native(module, example_inputs, scratch)
-            program = {"plan": plan, "guards": self._guards()}
-            files: dict[str, bytes | Path] = {"graph.txt": self.key.graph_text.encode()}
-            files |= {name: scratch / name for name in (LIBRARY, EXTERNS)}
-            key = self._free_key()
-            report.cache["key"] = key.digest
-            kept = self.store.publish(key.digest, _KIND, key.ingredients, program, report.to_kept(), files)
-            if kept is None:
-                report.cache["why"] = f"{report.cache['why']}; it could not be kept"
-            return load_native(kept or scratch, plan)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="k31-build-") as scratch:
+            plan = build_native(module, example_inputs, Path(scratch))
+            self.keep(Path(scratch), plan, self._guards(), report)
+            return load_native(Path(scratch), plan)
+
+    def keep(self, built: Path, plan: Mapping[str, Any], guards: str, report: Report) -> None:
+        """Keep the library in a folder, its plan, and what must hold of dynamic sizes; or tell the report."""
+        files: dict[str, bytes | Path] = {"graph.txt": self.key.graph_text.encode()}
+        files |= {name: built / name for name in (LIBRARY, EXTERNS)}
+        program = {"plan": plan, "guards": guards}
+        key = self._free_key()
+        report.cache["key"] = key.digest
+        kept = self.store.publish(key.digest, _KIND, key.ingredients, program, report.to_kept(), files)
+        if kept is None:
+            report.cache["why"] = f"{report.cache['why']}; it could not be kept"
 
     def _free_key(self) -> Key:
         """The key to keep this under: where another's conditions on sizes are in the way, the one with these sizes."""

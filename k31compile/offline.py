@@ -161,7 +161,9 @@ def compile_offline(
     make = _make_ge if profile.path == "ge" else _make_code
     made = make(entry.name, lowered, merging.schedule, prepared.tasks, load_costs(target))
     if isinstance(made, GeGraph):
-        mark_formats(made.definition, lowered.inputs, {decision.position for decision in nz if decision.is_nz})
+        names = [node.name for node in lowered.module.graph.find_nodes(op="placeholder")]
+        in_blocks = {names[decision.position] for decision in nz if decision.is_nz}
+        mark_formats(made.definition, dict(zip(names, lowered.inputs, strict=True)), in_blocks)
     return OfflineGraph(entry.name, arguments, profile, lowered, made, prepared.tasks, merging, nz, session.versions)
 
 

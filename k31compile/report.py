@@ -71,6 +71,7 @@ def _no_cache() -> dict[str, Any]:
 
 
 _OF_A_PROCESS = ("cache", "phases", "versions", "tier")
+_EVIDENCE = ("confirmations", "leaves")
 
 
 @dataclass
@@ -92,7 +93,8 @@ class Report:
         versions: package or tool -> version.
         notes: what a user must know, one sentence each: every fall-back is here.
         providers: operator name -> provider and why it was picked.
-        confirmations: per confirmed region: name, samples, sizes, tolerance, worst_error.
+        confirmations: per confirmed region: name, samples, sizes, tolerance, worst_error, and whether it was
+            remembered from an earlier compile.
         layers: path of a module -> operator name -> call sites; "" is the code outside of all modules.
         lines: path of a module -> `file.py:line` of the first code that ran there.
         inputs: dtype and shape of each input that is no weight, sorted; "?" for a dynamic size.
@@ -160,7 +162,7 @@ class Report:
             self.phases[phase] = self.phases.get(phase, 0.0) + seconds
         self.refused = _once([*self.refused, *part.refused])
         self.notes = _once([*self.notes, *part.notes])
-        self.confirmations = _once([*self.confirmations, *part.confirmations])
+        self.confirmations = _once_confirmed([*self.confirmations, *part.confirmations])
         self.regions = [*self.regions, *part.regions]
         self.leaves = _once([*self.leaves, *part.leaves])
         self.learned = _once([*self.learned, *part.learned])
@@ -178,7 +180,8 @@ class Report:
     def to_kept(self) -> dict[str, Any]:
         """What of a report is kept beside a compiled graph: all that does not belong to the process that made it."""
         passes = [asdict(replace(run, seconds=0.0)) for run in self.passes]
-        return {name: value for name, value in self.to_dict().items() if name not in _OF_A_PROCESS} | {"passes": passes}
+        kept = {name: value for name, value in self.to_dict().items() if name not in _OF_A_PROCESS}
+        return kept | {"passes": passes} | {name: [_as_found(one) for one in kept[name]] for name in _EVIDENCE}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Take over what `to_kept` gave in another process; notes are added to those that are here."""
@@ -191,6 +194,8 @@ class Report:
                     self.passes = [PassRun(**run) for run in value]
                 case "notes":
                     self.notes = _once([*self.notes, *value])
+                case "confirmations" | "leaves":
+                    setattr(self, name, [as_remembered(one) for one in value])
                 case _:
                     setattr(self, name, value)
 
@@ -236,6 +241,26 @@ def _once(items: Sequence[Any]) -> list[Any]:
         if item not in kept:
             kept.append(item)
     return kept
+
+
+def as_remembered(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """A confirmation, of a region or a function, that was not run but known before."""
+    found = _as_found(evidence)
+    return found | {"remembered": True, "text": f"remembered: {found['text']} before"}
+
+
+def _as_found(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """A confirmation as it was when it was run: the same in every process, whoever remembered it."""
+    text = evidence.get("text", "")
+    if evidence.get("remembered"):
+        text = text.removeprefix("remembered: ").removesuffix(" before")
+    return {**evidence, "remembered": False, "text": text}
+
+
+def _once_confirmed(confirmations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each confirmation once; one graph of a call may have confirmed what the next remembered."""
+    facts = [{key: value for key, value in one.items() if key not in ("remembered", "text")} for one in confirmations]
+    return [one for i, one in enumerate(confirmations) if facts[i] not in facts[:i]]
 
 
 def _merged_passes(runs: Iterable[PassRun]) -> list[PassRun]:

@@ -48,7 +48,9 @@ def as_text(report: Report) -> str:
 
 def confirmed(confirmation: dict[str, Any]) -> str:
     """Say what a confirmation is: evidence from samples, with its sizes and tolerance."""
-    text = f"{confirmation['name']}: confirmed on {confirmation['samples']} samples in float64"
+    seen = f"confirmed on {confirmation['samples']} samples in float64"
+    seen = f"remembered: {seen} before" if confirmation.get("remembered") else seen
+    text = f"{confirmation['name']}: {seen}"
     details = [
         f"{label} {confirmation[key]}"
         for key, label in (("sizes", "sizes"), ("tolerance", "tolerance"), ("worst_error", "worst error"))

@@ -71,6 +71,11 @@ def atomic_write(path: str | os.PathLike[str], data: bytes, mode: int = 0o600) -
         file.write(data)
 
 
+def partial_prefix(name: str) -> str:
+    """How the name of a file begins that is not yet whole and will be called `name`."""
+    return f".{name}."
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], mode: int = 0o600) -> Iterator[BinaryIO]:
     """Open a file to be written piece by piece, which takes its name only when all of it is on the disk.
@@ -78,7 +83,7 @@ def atomic_file(path: str | os.PathLike[str], mode: int = 0o600) -> Iterator[Bin
     Until then it is `.NAME.` with a random end, in the same folder, and an error in the block removes it.
     """
     target = Path(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=partial_prefix(target.name))
     try:
         with os.fdopen(handle, "wb") as file:
             yield file

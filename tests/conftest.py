@@ -20,3 +20,15 @@ def transformers_model(monkeypatch) -> Callable[[str], ModuleType]:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != root])
     pytest.importorskip("transformers")
     return lambda name: importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+@pytest.fixture(autouse=True)
+def _no_confirmations_of_other_tests(monkeypatch, tmp_path):
+    """What this process remembers of regions lies in a folder of this test: another may have changed how we confirm."""
+
+    def folder() -> Path:
+        path = tmp_path / "regions"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    monkeypatch.setattr("k31compile.graph.memory._folder", folder)

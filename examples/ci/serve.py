@@ -1,9 +1,9 @@
 """What runs in production: every size up to the maximum, each served by a graph that was warmed before."""
 
 import torch
-from model import MOST_REQUESTS, arguments, decode
 
 from k31compile.buckets import Bucketed
+from model import MOST_REQUESTS, arguments, decode
 
 torch.set_num_threads(1)
 entry = decode()

@@ -173,9 +173,15 @@ def _members(opened: Opened, tar: _Tar, source: _Hashing, expected: str, path: P
         raise BundleError("was changed while it was read", where=str(path), hint="import it again")
 
 
+def is_name(name: str) -> bool:
+    """Whether a file of a bundle may be called so: at most two folders deep, plain, and short enough for a tar."""
+    folder, _, last = name.rpartition("/")
+    return _NAME.fullmatch(name) is not None and len(last) <= 100 and len(folder) <= 150
+
+
 def _is_listed(name: str, about: Mapping[str, Any]) -> bool:
     return (
-        _NAME.fullmatch(name) is not None
+        is_name(name)
         and set(about) == {"bytes", "sha256"}
         and type(about["bytes"]) is int
         and about["bytes"] >= 0
@@ -258,9 +264,10 @@ def _regular(path: Path) -> Iterator[BinaryIO]:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise BundleError(f"cannot be read: {error.strerror}", str(path), "give the path of a bundle") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise BundleError("is no file", where=str(path), hint="give the path of a bundle")
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise BundleError("is no file", where=str(path), hint="give the path of a bundle")
         yield file
 
 

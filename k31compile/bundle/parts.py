@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from k31compile.graph import memory
 from k31compile.kernels.cpu import build
+from k31compile.leaves import known
+from k31compile.signed_file import MOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,6 @@ class Part:
 
     Attributes:
         folder: the part of a name before its slash.
-        word: what one of it is called in a summary.
         exported: names below the cache folder and contents without signatures.
         imported: keeps one of them under this user's own signature; StoreError for what `exported` does not give.
         most_bytes: no more than that is one of them.
@@ -22,13 +24,16 @@ class Part:
     """
 
     folder: str
-    word: str
     exported: Callable[[], Iterator[tuple[str, bytes]]]
     imported: Callable[[str, bytes], None]
     most_bytes: int
 
 
-PARTS = (Part("kernels", "library of kernels", build.exported, build.imported, 256 << 20),)
+PARTS = (
+    Part("functions", known.exported, known.imported, MOST_BYTES),
+    Part("kernels", build.exported, build.imported, 256 << 20),
+    Part("regions", memory.exported, memory.imported, MOST_BYTES),
+)
 
 
 def part_of(name: str) -> Part | None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from k31compile.bundle.container import Member, write_bundle
+from k31compile.bundle.container import Member, is_name, write_bundle
 from k31compile.bundle.parts import PARTS
 from k31compile.cache.entry_store import EntryStore
 from k31compile.cache.manifest import MANIFEST
@@ -66,6 +66,9 @@ def export_bundle(path: Path, store: EntryStore, keys: Iterable[str] | None = No
     parts = {part.folder: 0 for part in PARTS}
     for part in PARTS:
         for name, body in part.exported():
+            if not is_name(name):
+                left_out[name] = "its name does not fit into a bundle; it is confirmed anew elsewhere"
+                continue
             members[name] = Member.of(body)
             parts[part.folder] += 1
     about = {"torch": importlib.metadata.version("torch"), "python": platform.python_version(), "entries": len(entries)}

@@ -1,7 +1,7 @@
 """What compiled graphs leave behind: keys, the store, signatures, bundles and ahead-of-time artefacts.
 
-`entry_store` keeps graphs under keys and hands them out after checking them. Nothing asks it yet: the options and
-commands that need more are refused as not built yet.
+`entry_store` keeps graphs under keys and hands them out after checking them. `opened` says
+which store an option means, and `remote` puts one at a URL behind it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ with the same ``K31_CACHE_KEY``, has written.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import warnings
@@ -124,7 +125,7 @@ class EntryStore:
     def listed(self) -> list[ListedEntry]:
         """All entries, the least recently used first, with what their manifests say; other files are not read."""
         self.places.check()
-        keys = _trusted()
+        keys = _trusted() if self.places.entries.is_dir() else []
         rows = []
         for kept in bounds.scan(self.places):
             try:
@@ -141,7 +142,7 @@ class EntryStore:
     def verify(self, keys: Iterable[str] | None = None) -> dict[str, str]:
         """Check every byte of the named entries, else of all: key -> what is wrong with it, "" for nothing."""
         self.places.check()
-        trusted = _trusted()
+        trusted = _trusted() if self.places.entries.is_dir() else []
         found = {}
         for key in self.places.entry_keys() if keys is None else keys:
             try:
@@ -176,8 +177,14 @@ class EntryStore:
     def nearest(self, ingredients: Mapping[str, str], without: str = "") -> Nearest | None:
         """The entry that differs in the fewest ingredients from these; ``without`` leaves one key out."""
         self.places.check()
-        rows = [row for row in reversed(self.listed()) if row.ingredients is not None and row.key != without]
-        return nearest_of([(row.key, row.kind, row.ingredients or {}) for row in rows[:MOST_COMPARED]], ingredients)
+        keys = _trusted() if self.places.entries.is_dir() else []
+        candidates = []
+        for key in bounds.last_used(self.places, MOST_COMPARED):
+            with contextlib.suppress(Fault, GoneError):
+                manifest = read_manifest(self.places.entries / key, keys)
+                if key != without:
+                    candidates.append((key, manifest["kind"], manifest["ingredients"]))
+        return nearest_of(candidates, ingredients)
 
     def why_missed(self, ingredients: Mapping[str, str]) -> str:
         """One sentence on why a key with these ingredients was not found; never fails."""

@@ -14,8 +14,8 @@ from k31compile.cache.canonical import Digest, write_graph_text, write_hint_text
 from k31compile.cache.surroundings import describe_surroundings
 from k31compile.options import Options
 
-_NOT_IN_KEY = ("cache", "lock", "require_warm")
-"""Options that say where a graph is kept or what is asked of a report, not what is compiled."""
+_NOT_IN_KEY = ("cache", "codegen", "lock", "require_warm")
+"""Options that say where a graph is kept, who builds it or what is asked of a report, not what is built."""
 
 
 @dataclass(frozen=True)

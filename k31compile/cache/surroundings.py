@@ -96,7 +96,17 @@ _PASSES = (
     "_pre_fusion_custom_pass",
     "_post_fusion_custom_pass",
 )
-_SAYS_ONLY = ("worker_", "trace.", "profile_", "log_", "cpp.cxx", "debug", "verbose_progress", "disable_progress")
+_SAYS_ONLY = (
+    "aot_inductor.metadata",
+    "worker_",
+    "trace.",
+    "profile_",
+    "log_",
+    "cpp.cxx",
+    "debug",
+    "verbose_progress",
+    "disable_progress",
+)
 
 
 def inductor_digest() -> str:
@@ -113,7 +123,7 @@ def inductor_digest() -> str:
     values = {
         name: value
         for name, value in settings.save_config_portable().items()
-        if not name.startswith(_OTHER_MACHINES + _SAYS_ONLY)
+        if not name.startswith(_OTHER_MACHINES + _SAYS_ONLY + _WRITTEN)
     }
     for name in _PASSES:  # Inductor leaves them out of its own text
         if getattr(settings, name, None) is not None:

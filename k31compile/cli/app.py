@@ -24,6 +24,7 @@ COMMANDS = {
     "explain": "k31compile.cli.explain:explain",
     "check": "k31compile.cli.check:check",
     "compile": "k31compile.cli.compile:compile",
+    "run": "k31compile.cli.run:run",
     "export": "k31compile.cli.export:export",
     "weights": "k31compile.cli.weights:weights",
     "cache": "k31compile.cli.cache:cache",
@@ -32,7 +33,7 @@ COMMANDS = {
 }
 """Command name -> module:function or module:group of commands, in the order of ``k31 --help``."""
 
-PLANNED = ("bench", "new-pass", "run")
+PLANNED = ("bench", "new-pass")
 """Commands that the interface names and that are not built yet."""
 
 _EPILOG = "Every command also takes --json (one JSON document on standard output) and --debug (a traceback)."

@@ -135,6 +135,29 @@ def clear(folder: _Folder = "") -> None:
     console.emit(_removal(store, removed), lambda out: _render_removed(store, removed, out))
 
 
+@cache.command()
+def push(
+    url: Annotated[str, typer.Argument(metavar="URL", help="As s3://bucket/cache; K31_CACHE_KEY signs.")],
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Only these entries.")] = None,
+    folder: _Folder = "",
+) -> int:
+    """Give entries to a remote cache, so that other machines find them; ends with 1 when one did not get there."""
+    from k31compile.cache.remote import Remote, TieredStore
+
+    local = open_cache(folder)
+    store = TieredStore(local.root, Remote(url), local.limits)
+    wanted = [_named(local, key) for key in keys] if keys else local.places.entry_keys()
+    given: list[str] = []
+    left: list[str] = []
+    with console.progress("push", len(wanted)) as advance:
+        for key in wanted:
+            advance(key[:SHORT])
+            (given if store.push(key) else left).append(key)
+    data = {"remote": url, "given": given, "left": left, "why": store.remote.off}
+    console.emit(data, lambda out: out.print(f"{len(given)} entries given, {len(left)} not", highlight=False))
+    return 1 if left else 0
+
+
 def open_cache(folder: str) -> EntryStore:
     """The cache at a path, or this user's own for an empty one."""
     from k31compile.cache.opened import open_store

@@ -29,6 +29,7 @@ def export_bundle(
     folder: Folder = "",
 ) -> int:
     """Write compiled graphs, kernels and what was confirmed into one file, signed with K31_CACHE_KEY."""
+    from k31compile.cache.manifest import is_key
     from k31compile.cli.cache import open_cache
     from k31compile.signatures import shared_key
 
@@ -39,7 +40,7 @@ def export_bundle(
 
     sent = export(bundle, store, keys)
     console.emit(sent.to_dict(), lambda out: _render_sent(sent, out))
-    return 1 if sent.left_out else 0
+    return 1 if any(is_key(name) for name in sent.left_out) else 0
 
 
 def import_bundle(
@@ -77,7 +78,7 @@ def _render_sent(sent: Sent, out: Console) -> None:
     for folder, count in sent.parts.items():
         out.print(f"{folder}: {count}", highlight=False)
     for key, why in sent.left_out.items():
-        out.print(f"left out: {key[:12]}, {why}", markup=False, highlight=False)
+        out.print(f"left out: {key}, {why}", markup=False, highlight=False)
 
 
 def _render_received(bundle: Path, received: Received, out: Console) -> None:

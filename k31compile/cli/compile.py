@@ -1,7 +1,8 @@
-"""``k31 compile``: a model compiled ahead of its use; today for an Ascend product that is not here."""
+"""``k31 compile``: a model compiled ahead of its use, to F.k31 or for an Ascend product that is not here."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,11 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from k31compile.cli import console, target
-from k31compile.errors import NotBuiltYetError, UsageError
+from k31compile.cli import ahead, console, target
+from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
     from k31compile.offline import OfflineGraph
+    from k31compile.targets.ascend.profiles import Profile
 
 
 _MADE = {"ge": "GE operators", "npugraph_ex": "calls in the code that is captured"}
@@ -22,25 +24,40 @@ _MADE = {"ge": "GE operators", "npugraph_ex": "calls in the code that is capture
 
 def compile(
     target_name: Annotated[str, typer.Argument(metavar="TARGET", help=target.HELP)],
-    folder: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where the graphs are written.")],
-    product: Annotated[str, typer.Option("--target", help="ascend-a3 or ascend-950.")] = "",
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="F.k31", help="The artefact; with --offline a folder for graphs.")
+    ],
+    product: Annotated[str, typer.Option("--target", help="cpu; with --offline ascend-a3 or ascend-950.")] = "",
     offline: Annotated[bool, typer.Option("--offline", help="Convert, and stop before a device is needed.")] = False,
-    mode: Annotated[str, typer.Option(help="What is made: ge or npugraph_ex, for either product.")] = "ge",
-    streams: Annotated[int, typer.Option(help="The most streams that a schedule may use, 1 to 4.")] = 4,
-    super_kernel: Annotated[bool, typer.Option(help="Merge launches where the product can.")] = True,
+    mode: Annotated[str, typer.Option(help="With --offline what is made: ge or npugraph_ex.")] = "ge",
+    streams: Annotated[int, typer.Option(help="With --offline the most streams of a schedule, 1 to 4.")] = 4,
+    super_kernel: Annotated[bool, typer.Option(help="With --offline merge launches where the product can.")] = True,
     may_round: Annotated[
         bool, typer.Option("--may-round", help="Give operators bfloat16 where the model has float32: changes numbers.")
     ] = False,
     layers: Annotated[int | None, typer.Option(help="Build a shipped model with its first N layers only.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16; default: as the entry is, fp32 if shipped.")] = None,
+    entry: Annotated[str | None, typer.Option(metavar="NAME", help="This entry of the target only.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(metavar="FILE_OR_DIR", help="Safetensors to refer to; else written beside F.k31.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="How many threads F.k31 is for; default: as torch has.")] = None,
 ) -> None:
-    """Lower every entry of a target for an Ascend product, without CANN and without an NPU.
+    """Compile every entry of a target ahead of its use, into one file that starts without a compiler.
 
-    The result is a GE graph, or with --mode npugraph_ex the code that a device would capture.
+    With --offline every entry is lowered for an Ascend product instead, without CANN and without an NPU: a GE graph, or
+    with --mode npugraph_ex the code that a device would capture.
     """
     if not offline:
-        raise NotBuiltYetError(
-            "k31 compile makes offline Ascend graphs only", hint="add --target ascend-a3 --offline, or wait for F.k31"
-        )
+        ahead.compile_ahead(target_name, output, product, ahead.Chosen(dtype, layers, entry, weights, threads))
+        return
+    _compile_offline(target_name, output, product, (mode, streams, super_kernel, may_round, layers))
+
+
+def _compile_offline(
+    target_name: str, folder: Path, product: str, how: tuple[str, int, bool, bool, int | None]
+) -> None:
+    mode, streams, super_kernel, may_round, layers = how
     if not product:
         raise UsageError("--offline needs --target", hint="targets: ascend-a3, ascend-950")
     if folder.exists() and not folder.is_dir():
@@ -50,7 +67,7 @@ def compile(
     from k31compile.offline import compile_offline
     from k31compile.targets.ascend.profiles import profile_of
 
-    profile_of(product, mode)
+    _load_torch_npu(profile_of(product, mode))
     entries = target.load_entries(target_name, "bf16" if target.is_shipped(target_name) else None, layers)
     made: list[tuple[OfflineGraph, list[Path]]] = []
     with console.progress("compile", len(entries)) as advance:
@@ -61,6 +78,14 @@ def compile(
     entries_told = {graph.name: graph.to_dict() | {"written": [str(path) for path in paths]} for graph, paths in made}
     data = {"target": target_name, "entries": entries_told}
     console.emit(data, lambda out: _render(made, out))
+
+
+def _load_torch_npu(profile: Profile) -> None:
+    """Load torch_npu over its stand-ins before the target's file, which may import it itself, as transformers does."""
+    from k31compile.targets.ascend.offline.session import open_session
+
+    if importlib.util.find_spec("torch_npu") is not None:
+        open_session(profile)
 
 
 def _render(made: list[tuple[OfflineGraph, list[Path]]], out: Console) -> None:

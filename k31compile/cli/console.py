@@ -84,12 +84,18 @@ def fail(error: Exception) -> int:
     known = error if isinstance(error, K31Error) else _unexpected(error)
     if _flags.json:
         print(json.dumps({"error": known.to_dict()}, indent=2, sort_keys=True))
-    errors().print(str(known), style="red", markup=False)
+    said = "\n".join(printable(line) for line in str(known).split("\n"))
+    errors().print(said, style="red", markup=False)
     return known.exit_code
 
 
 def _unexpected(error: Exception) -> K31Error:
     return K31Error(in_one_line(error), hint="run it again with --debug for the traceback")
+
+
+def printable(text: str) -> str:
+    """Text from a file that others wrote, without what would move a terminal's cursor or change its colours."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def in_one_line(error: Exception) -> str:

@@ -113,7 +113,7 @@ def _render(plan: Plan, destination: Path, dry_run: bool, out: Console) -> None:
     for step in plan.steps:
         shape = "x".join(map(str, step.before.shape))
         why = f"{step.reason}; {step.remedy}" if step.remedy else step.reason
-        table.add_row(escape(step.tensor.name), step.before.dtype, shape, step.layout, escape(why))
+        table.add_row(_cell(step.tensor.name), step.before.dtype, shape, step.layout, _cell(why))
     if dry_run:
         out.print(table)
     done = "would be converted; nothing was written" if dry_run else f"converted to {plan.layout}: {destination}"
@@ -127,8 +127,12 @@ def _render_rows(rows: list[dict[str, Any]], files: dict[str, dict[str, Any]], o
     table = console.table("tensor", "layout", "dtype", "shape", "bytes", "file")
     for row in rows:
         shape = "x".join(map(str, row["shape"]))
-        table.add_row(escape(row["name"]), row["layout"], row["dtype"], shape, str(row["bytes"]), escape(row["file"]))
+        table.add_row(_cell(row["name"]), row["layout"], row["dtype"], shape, str(row["bytes"]), _cell(row["file"]))
     out.print(table)
     blocks = sum(row["layout"] == "nz" for row in rows)
     total = sum(row["bytes"] for row in rows)
     out.print(f"{len(rows)} tensors, {blocks} in blocks, {total} bytes in {len(files)} files", highlight=False)
+
+
+def _cell(text: str) -> str:
+    return escape(console.printable(text))

@@ -1,23 +1,30 @@
 """Confirm by running: a region against an operator's definition, on the operator's own samples, in float64.
 
 Agreement on samples is strong evidence and no derivation; every text says "confirmed on N samples". What agreed once
-is remembered by the region's canonical hash, so that equal layers cost one confirmation.
+is remembered (memory.py), so that equal layers cost one confirmation and the next process none.
 """
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from k31compile.errors import OperatorError
+from k31compile.graph.describe import Describer
 from k31compile.graph.evaluate import run_in_float64
+from k31compile.graph.memory import Verdict, place_of, session
+from k31compile.graph.portable import NotPortable, from_plain, to_plain
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, shape_under, value_of
+from k31compile.report import as_remembered
+
+log = logging.getLogger("k31compile")
 
 SAMPLES = 4
 MOST_SAMPLES = 16
@@ -36,8 +43,12 @@ class Mismatch(Exception):
     """A reading of a region that its run contradicts; the text is a reason for a user."""
 
 
-class OverBudget(Mismatch):
-    """A region that was not run because it would take too much memory: no word about what it computes."""
+class OfTheMoment(Mismatch):
+    """A region that could not be run here and now, for want of memory for one: no word about what it computes."""
+
+
+class OverBudget(OfTheMoment):
+    """A region that was not run because it would take more memory than it may."""
 
 
 @contextmanager
@@ -57,40 +68,46 @@ def allowed_bytes() -> int:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What was shown, and how: the words of a report are made from this."""
+    """What was shown, and how: the words of a report are made from this. `remembered`: it was known before."""
 
     name: str
     samples: int
     sizes: Mapping[str, int]
     tolerance: float
     worst_error: float
+    remembered: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
+        found = {
             "name": self.name,
             "samples": self.samples,
             "sizes": dict(self.sizes),
             "tolerance": self.tolerance,
             "worst_error": self.worst_error,
+            "remembered": False,
             "text": f"confirmed on {self.samples} samples in float64",
         }
+        return as_remembered(found) if self.remembered else found
 
 
 class Reading(ABC):
     """One way to read a region's leaves as the operands of an operator.
 
     A reading may learn from the runs (a scale, which keys are visible) and then builds the replacement. What it
-    learned is its `learned` attribute, which is remembered with the region's hash. `extra_operands` are sizes of the
-    graph that `build` takes after the leaves. `context` is what a confirmation assumed of the graph around the
-    region; what is remembered serves only under the same assumptions.
+    learned is its `learned` attribute, which is remembered; classes in it say `@portable`. `extra_operands` are sizes
+    of the graph that `build` takes after the leaves.
+
+    A verdict is remembered for all that the reading holds when it is made, but for the attributes that
+    `decides_nothing` names. So what decides its runs, beside the region, must be an attribute by then, and its runs
+    must not look at the graph around the region.
     """
 
     name: str
     region: Region
     learned: Any = None
     extra_operands: tuple[fx.Node, ...] = ()
-    context: str = ""
+    decides_nothing: ClassVar[frozenset[str]] = frozenset({"region"})
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:
@@ -135,47 +152,66 @@ class Reading(ABC):
         """The replacement as a program over the leaf values; it is traced into the graph as it stands."""
 
 
-@dataclass
-class Memory:
-    """What was confirmed and what was contradicted, by the hash of region and recogniser."""
+@dataclass(frozen=True)
+class Confirmed:
+    """The reading that agreed; equal `key`s have equal regions, readings and learned values."""
 
-    confirmed: dict[str, tuple[int, Any, Confirmation]] = field(default_factory=dict)
-    contradicted: dict[str, str] = field(default_factory=dict)
-
-
-MEMORY = Memory()
+    reading: Reading
+    confirmation: Confirmation
+    key: str
 
 
-def confirm(readings: Iterable[Reading], key: str, memory: Memory = MEMORY) -> tuple[Reading, Confirmation]:
-    """The first reading that agrees with the region on every sample.
+def confirm(readings: Iterable[Reading]) -> Confirmed:
+    """The first reading that agrees with the region on every sample, or is remembered to have agreed.
 
     Raises:
         Mismatch: no reading agrees; the text is that of the reading that got furthest.
     """
-    if key in memory.contradicted:
-        raise Mismatch(memory.contradicted[key])
-    furthest: tuple[int, Mismatch] | None = None
-    for ordinal, reading in enumerate(readings):
-        if key in memory.confirmed:
-            known_ordinal, learned, confirmation = memory.confirmed[key]
-            if ordinal != known_ordinal:
-                continue
-            reading.learned = reading_learned(reading, learned)
-            return reading, confirmation
-        try:
-            confirmation = _confirm_one(reading)
-        except Mismatch as mismatch:
-            trials = mismatch.args[1] if len(mismatch.args) > 1 else 0
-            if furthest is None or trials > furthest[0]:
-                furthest = (trials, mismatch)
-            continue
-        memory.confirmed[key] = (ordinal, portable_learned(reading), confirmation)
-        return reading, confirmation
-    last = furthest[1] if furthest else Mismatch("its inputs cannot be told apart by shape")
-    reason = str(last.args[0])
-    if not isinstance(last, OverBudget):
-        memory.contradicted[key] = reason
-    raise Mismatch(reason)
+    asking = session()
+    furthest = Verdict(reason="its inputs cannot be told apart by shape", trials=-1)
+    describer: Describer | None = None
+    for reading in readings:
+        if describer is None or describer.region_described is not reading.region:
+            describer = Describer(reading.region)
+        place = place_of(describer.region, describer.reading(reading, reading.decides_nothing))
+        verdict = asking.find(place)
+        if verdict is None or not _takes_learned(reading, verdict):
+            is_from_before, verdict = False, _judged(reading)
+            asking.keep(place, verdict)
+        else:
+            is_from_before = asking.is_from_before(place)
+        if verdict.evidence is not None:
+            confirmation = Confirmation(**verdict.evidence, remembered=is_from_before)
+            return Confirmed(reading, confirmation, f"{place.region}:{place.reading}")
+        if verdict.trials > furthest.trials:
+            furthest = verdict
+    raise Mismatch(furthest.reason)
+
+
+def _takes_learned(reading: Reading, verdict: Verdict) -> bool:
+    """Whether what is remembered of a reading is understood here, which is then what the reading has learned."""
+    try:
+        if verdict.evidence is not None:
+            reading.learned = from_plain(verdict.learned, reading.region.leaves)
+    except (NotPortable, TypeError) as error:
+        log.warning("what is remembered of a %s is not used, it is confirmed anew: %s", reading.name, error)
+        return False
+    return True
+
+
+def _judged(reading: Reading) -> Verdict:
+    """What comes of a reading when it is run."""
+    try:
+        seen = _confirm_one(reading)
+    except Mismatch as mismatch:
+        trials = mismatch.args[1] if len(mismatch.args) > 1 else 0
+        return Verdict(reason=str(mismatch.args[0]), trials=trials, lasts=not isinstance(mismatch, OfTheMoment))
+    evidence = {part.name: getattr(seen, part.name) for part in fields(seen) if part.name != "remembered"}
+    evidence["sizes"] = dict(seen.sizes)
+    try:
+        return Verdict(evidence, to_plain(reading.learned, reading.region.leaves))
+    except NotPortable:
+        return Verdict(evidence, lasts=False)
 
 
 def _confirm_one(reading: Reading) -> Confirmation:
@@ -216,11 +252,17 @@ def confirm_at(reading: Reading, substitution: Substitution) -> Confirmation:
             outputs = reading.run(sample, substitution, trial)
             worst = max(worst, reading.judge(sample, outputs))
         except Mismatch as mismatch:
-            raise Mismatch(str(mismatch.args[0]), trial) from None
+            raise type(mismatch)(str(mismatch.args[0]), trial) from None
         except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError, OperatorError) as error:
-            what = f"{type(error).__name__}: {first_line(error)}"
-            raise Mismatch(f"it cannot be run on samples: {what}", trial) from error
+            what = f"it cannot be run on samples: {type(error).__name__}: {first_line(error)}"
+            raise (OfTheMoment if _is_of_the_machine(error) else Mismatch)(what, trial) from error
     return Confirmation(reading.name, samples, reading.sizes(), TOLERANCE, worst)
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Whether an error tells of a machine that is out of something, and nothing of the region."""
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in said for word in ("memory", "allocate", "thread"))
 
 
 def bytes_of_run(region: Region, substitution: Substitution) -> int:
@@ -243,36 +285,6 @@ def in_gib(count: int) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     return next(iter(str(error).splitlines()), "")
-
-
-def portable_learned(reading: Reading) -> Any:
-    """What a reading learned, with leaves as numbers so that it serves an equal region elsewhere."""
-    index = {leaf: i for i, leaf in enumerate(reading.region.leaves)}
-    return _translate(reading.learned, lambda n: ("leaf", index[n]) if isinstance(n, fx.Node) else n)
-
-
-def reading_learned(reading: Reading, learned: Any) -> Any:
-    """The inverse of `portable_learned` for this reading's region."""
-    leaves = reading.region.leaves
-
-    def node(value: Any) -> Any:
-        is_leaf = isinstance(value, tuple) and len(value) == 2 and value[0] == "leaf"
-        return leaves[value[1]] if is_leaf else value
-
-    return _translate(learned, node)
-
-
-def _translate(value: Any, change: Callable[[Any], Any]) -> Any:
-    changed = change(value)
-    if changed is not value:
-        return changed
-    if isinstance(value, dict):
-        return {k: _translate(v, change) for k, v in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {part.name: getattr(value, part.name) for part in fields(value)}
-        moved = {name: _translate(part, change) for name, part in parts.items()}
-        return replace(value, **moved) if any(moved[n] is not parts[n] for n in parts) else value
-    return value
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from k31compile.graph.portable import portable
 
+
+@portable
 @dataclass(frozen=True)
 class Layout:
     """`dims[j]` is the tensor's dimension that holds letter `letters[j]`, or None where that letter has size one."""

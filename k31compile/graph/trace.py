@@ -210,6 +210,7 @@ def _mark_inputs(traced: fx.GraphModule, module: fx.GraphModule, example_inputs:
     for new, old, example in zip(ours, theirs, example_inputs, strict=True):
         new.meta["is_parameter"] = isinstance(example, torch.nn.Parameter)
         new.meta["source_name"] = old.name
+        new.meta["source"] = getattr(old, "_dynamo_source", None)
         new.meta["parameter_path"] = _path_in_model(old)
 
 

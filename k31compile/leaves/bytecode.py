@@ -50,10 +50,21 @@ RANDOM = frozenset(
 # Not is_exporting: an export never comes here, so that its answer is the same in a confirmation and in a compile.
 SITUATION = frozenset(
     [
+        "are_deterministic_algorithms_enabled",
+        "backends",
+        "device_count",
         "get_autocast_dtype",
+        "get_default_device",
         "get_default_dtype",
+        "get_deterministic_debug_mode",
+        "get_float32_matmul_precision",
+        "get_num_interop_threads",
+        "get_num_threads",
+        "is_anomaly_enabled",
         "is_autocast_enabled",
+        "is_available",
         "is_compiling",
+        "is_deterministic_algorithms_warn_only_enabled",
         "is_dynamo_compiling",
         "is_grad_enabled",
         "is_inference_mode_enabled",

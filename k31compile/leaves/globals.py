@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import importlib.metadata
+import inspect
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +16,9 @@ from k31compile.leaves.bytecode import Unfit
 
 TRUSTED = ("torch", "math", "einops")
 """Libraries whose functions are taken as they are; their versions are part of a digest."""
+
+# Operators whose code the versions of torch and of this package tell; other namespaces are anybody's.
+_OWN_OPERATORS = frozenset(["aten", "k31", "prim", "prims"])
 
 _BUILTINS = frozenset(
     [
@@ -57,12 +62,16 @@ _LIBRARY_KINDS = (types.FunctionType, types.BuiltinFunctionType, type)
 
 @dataclass(frozen=True)
 class Found:
-    """What a path of names leads to: its value, as many names as lead there, and a text for the digest."""
+    """What a path of names leads to: its value, as many names as lead there, and a text for the digest.
+
+    `is_opaque` where the text does not tell what it does: somebody else's operator, or a function put into a library.
+    """
 
     kind: Literal["helper", "library", "constant"]
     path: tuple[str, ...]
     value: Any
     text: str
+    is_opaque: bool = False
 
 
 def is_constant(value: Any) -> bool:
@@ -98,11 +107,13 @@ def look_up(function: types.FunctionType, path: tuple[str, ...]) -> Found | None
 def _judged(value: Any, path: tuple[str, ...], rest: list[str], where: str) -> Found:
     text = ".".join(path)
     if isinstance(value, types.ModuleType):
-        return Found("library", path, value, f"{value.__name__}.{'.'.join(rest)} {_version(value.__name__)}")
+        name = f"{value.__name__}.{'.'.join(rest)} {_version(value.__name__)}"
+        return Found("library", path, value, name, _is_opaque(value, rest))
     if isinstance(value, _LIBRARY_KINDS) and is_trusted(_home(value)):
-        return Found("library", path, value, f"{_home(value)}.{value.__qualname__} {_version(_home(value))}")
+        name = f"{_home(value)}.{value.__qualname__} {_version(_home(value))}"
+        return Found("library", path, value, name, _is_opaque(value, rest))
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return Found("library", path, value, str(value))
+        return Found("library", path, value, str(value), _is_opaque(value, ()))
     if is_constant(value):
         return Found("constant", path, value, f"{type(value).__name__} {value!r}")
     if isinstance(value, types.FunctionType):
@@ -111,6 +122,28 @@ def _judged(value: Any, path: tuple[str, ...], rest: list[str], where: str) -> F
         return Found("helper", path, value, text)
     kind = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise Unfit(f"{where} reads the global {text}, {kind} that may change")
+
+
+def _is_opaque(value: Any, rest: Iterable[str]) -> bool:
+    """Whether what a library's name leads to is not the library's own, so that its version does not tell of it."""
+    for name in rest:
+        if isinstance(value, torch._ops._OpNamespace):
+            break  # its name tells, and asking it for an operator may import one
+        value = getattr(value, name, None)
+    if isinstance(value, torch._ops.OpOverload):
+        return value.namespace not in _OWN_OPERATORS
+    if isinstance(value, torch._ops.OpOverloadPacket):
+        return value._qualified_op_name.partition("::")[0] not in _OWN_OPERATORS
+    if isinstance(value, torch._ops._OpNamespace):
+        return value.name not in _OWN_OPERATORS
+    return isinstance(value, torch._ops._Ops) or (isinstance(value, _LIBRARY_KINDS) and not is_trusted(_home(value)))
+
+
+def is_added_method(name: str) -> bool:
+    """Whether a method or property of this name was put into torch's tensors by somebody else."""
+    found = inspect.getattr_static(torch.Tensor, name, None)
+    found = found.fget if isinstance(found, property) else found
+    return isinstance(found, types.FunctionType) and not is_trusted(found.__module__ or "")
 
 
 def place_of(function: types.FunctionType) -> str:

@@ -220,10 +220,10 @@ def _leaf_for(
 ) -> tuple[Leaf, _Seen]:
     """The confirmed leaf of a call that is wanted; raises Unfit where there is none."""
     seen = _seen(candidate, args, kwargs)
-    form = form_of(candidate, seen.call, stored=session.options.cache is not False)
+    form, remembered = form_of(candidate, seen.call, stored=session.options.cache is not False)
     if not session.options.fuses(form.operator):
         raise Unfit(f"{form.operator} is left out by options['fuse']")
-    return Leaf(seen.call, form, candidate), seen
+    return Leaf(seen.call, form, candidate, remembered), seen
 
 
 def _put_leaf(tx: Any, leaf: Leaf, seen: _Seen) -> Any:

@@ -18,6 +18,7 @@ from k31compile.leaves.candidates import Candidate
 from k31compile.leaves.form import Evidence, Form
 from k31compile.leaves.globals import line_of
 from k31compile.leaves.reading import CalledReading
+from k31compile.report import as_remembered
 
 
 class Kept(ABC):
@@ -38,11 +39,12 @@ class Kept(ABC):
 
 @dataclass(frozen=True)
 class Leaf(Kept):
-    """A function's call, kept whole: its form, and how it came to be known."""
+    """A function's call, kept whole: its form, how it came to be known, and whether it was before this call."""
 
     call: Call
     form: Form
     candidate: Candidate
+    remembered: bool = False
 
     def target(self) -> Callable[..., Any]:
         """What stands in the graph: takes the call's tensors in their order, gives what the function returns.
@@ -79,7 +81,7 @@ class Leaf(Kept):
     def to_dict(self) -> dict[str, Any]:
         """What a report says of it, as plain JSON values."""
         seen = self.form.evidence
-        return {
+        found = {
             "function": self.call.function.__qualname__,
             "where": line_of(self.call.function),
             "operator": self.form.operator,
@@ -87,8 +89,10 @@ class Leaf(Kept):
             "samples": seen.samples,
             "lengths": list(seen.lengths),
             "worst_error": seen.worst_error,
+            "remembered": False,
             "text": f"confirmed on {seen.samples} samples in float64, by calling it",
         }
+        return as_remembered(found) if self.remembered else found
 
 
 def digest_texts(*texts: str) -> str:

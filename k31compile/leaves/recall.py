@@ -15,11 +15,14 @@ log = logging.getLogger("k31compile")
 
 _FEW_FORMS = 12
 
-_checked: list[Form] = []
+_checked: list[tuple[str, Form]] = []
 
 
-def form_of(candidate: Candidate, call: Call, stored: bool) -> Form:
-    """What a call of a candidate computes.
+def form_of(candidate: Candidate, call: Call, stored: bool) -> tuple[Form, bool]:
+    """What a call of a candidate computes, and whether that was known before.
+
+    What is remembered is not tried again: the digest of its source tells all that decides what the function does. One
+    that is opaque is run once in each process.
 
     Raises:
         Unfit: nothing that is known; the reason was found now, or when the function was first tried.
@@ -30,9 +33,11 @@ def form_of(candidate: Candidate, call: Call, stored: bool) -> Form:
     key = call.key()
     for form in list(known.forms.get(key, ())):
         if form.fits(call):
-            if form in _checked or agrees(form, call):
-                _checked.append(form)
-                return form
+            if not source.is_opaque or (source.digest, form) in _checked:
+                return form, True
+            if agrees(form, call):
+                _checked.append((source.digest, form))
+                return form, True
             log.warning(
                 "%s is not what an earlier process remembers, and is confirmed anew", source.functions[0].__name__
             )
@@ -53,11 +58,11 @@ def form_of(candidate: Candidate, call: Call, stored: bool) -> Form:
             KNOWN.keep(source)
         raise Unfit(str(refusal)) from None
     known.forms.setdefault(key, []).append(form)
-    _checked.append(form)
+    _checked.append((source.digest, form))
     if stored:
         KNOWN.keep(source)
     if not form.fits(call):
         raise Unfit(
             f"it is {form.operator} for lengths from {form.shortest} on in steps of {form.step}, and this is none"
         )
-    return form
+    return form, False

@@ -23,7 +23,7 @@ from k31compile.leaves.bytecode import (
     instructions,
     numbers_of,
 )
-from k31compile.leaves.globals import is_constant, is_trusted, look_up, place_of
+from k31compile.leaves.globals import is_added_method, is_constant, is_trusted, look_up, place_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Source:
         integers: the whole numbers in the code and the defaults, at which behaviour may change.
         floats: its other numbers.
         names: every name that the code mentions.
+        is_opaque: whether it calls what the digest does not tell: an operator that is neither torch's nor ours, or a
+            function or method that somebody put into torch.
 
     """
 
@@ -58,6 +60,7 @@ class Source:
     integers: frozenset[int]
     floats: tuple[float, ...]
     names: frozenset[str]
+    is_opaque: bool = False
 
 
 def examine(function: Any) -> Source:
@@ -70,7 +73,7 @@ def examine(function: Any) -> Source:
     if not isinstance(function, types.FunctionType):
         raise Unfit(f"it is a {type(function).__name__}, not a Python function")
     functions, reads, texts = [function], list[Read](), list[str]()
-    position = 0
+    position, is_opaque = 0, False
     while position < len(functions):
         current = functions[position]
         _refuse_what_shows(current)
@@ -85,6 +88,7 @@ def examine(function: Any) -> Source:
                 texts.append(f"{'.'.join(path)}=helper {functions.index(found.value)}")
             else:
                 texts.append(f"{'.'.join(path)}={found.text}")
+            is_opaque |= found.is_opaque
             reads.append(Read(position, found.path, found.value))
         position += 1
     codes = [code for one in functions for code in all_codes(one.__code__)]
@@ -97,6 +101,7 @@ def examine(function: Any) -> Source:
         frozenset(number for number in numbers if isinstance(number, int)),
         tuple(number for number in numbers if isinstance(number, float)),
         frozenset(name for code in codes for name in (*code.co_names, *code.co_varnames)),
+        is_opaque or any(is_added_method(name) for code in codes for name in code.co_names),
     )
 
 

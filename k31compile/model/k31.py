@@ -36,7 +36,12 @@ class K31Model(nn.Module):
 
 
 class K31ForCausalLM(nn.Module):
-    """Kimi K3.1 Pro: `logits = model(tokens, caches, start, lengths)`."""
+    """Kimi K3.1 Pro: `logits = model(tokens, caches, start, lengths)`.
+
+    `weights_source` is the folder that the weights were loaded from, None where they come from a seed.
+    """
+
+    weights_source: str | None = None
 
     def __init__(self, config: K31Config, seed: int = 0) -> None:
         """Build the model and, unless it stands on the meta device, initialise it from `seed`."""

@@ -84,6 +84,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> K31For
         model = K31ForCausalLM(load_config(folder)).to_serving_dtype(dtype)
     model.to_empty(device="cpu")
     load_weights(model, folder)
+    model.weights_source = str(Path(folder).resolve())
     return model
 
 

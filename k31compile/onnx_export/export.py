@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from k31compile.backend import captured_graph
 from k31compile.errors import K31Error, TargetError, UsageError
@@ -83,6 +83,9 @@ def export_entry(entry: Entry) -> OnnxGraph:
         TargetError: an operator has no translation, with its line.
     """
     require_onnx()
+    if isinstance(entry.model, nn.Module):
+        # Before it is traced, which takes minutes for a model of many layers.
+        _refuse_meta(entry, entry.model.parameters())
     with entry.grad_mode():
         module, inputs = captured_graph(entry.model, entry.args, entry.kwargs, "cpu")
     _refuse(entry, inputs)
@@ -106,6 +109,11 @@ def _refuse(entry: Entry, inputs: Sequence[Any]) -> None:
     for value in inputs:
         if not isinstance(value, Tensor):
             raise TargetError(f"{entry.name} takes {value!r}, and an ONNX graph takes tensors", hint="pass a tensor")
+    _refuse_meta(entry, inputs)
+
+
+def _refuse_meta(entry: Entry, tensors: Iterable[Tensor]) -> None:
+    for value in tensors:
         if value.is_meta:
             raise UsageError(
                 f"{entry.name} stands on the meta device, so there are no weights to write",

@@ -10,6 +10,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from k31compile.errors import InvariantError, StrictError
 from k31compile.graph.confirm import byte_budget
 from k31compile.graph.invariants import check_invariants, take_snapshot
+from k31compile.graph.memory import remembering
 from k31compile.options import Options
 from k31compile.passes.registry import Pass, PassResult, all_passes
 from k31compile.report import PassRun, Report
@@ -40,12 +41,13 @@ def run_pipeline(module: fx.GraphModule, options: Options, target: str) -> tuple
         one for one in all_passes() if ("all" in one.targets or target in one.targets) and options.fuses(one.fusion)
     ]
     undone: dict[str, str] = {}
-    while True:
-        try:
-            return _run_all(module, passes, options, undone)
-        except _Broken as broken:
-            name, why = broken.args
-            undone[name] = f"pass {name} was undone: {why}"
+    with remembering(stored=options.cache is not False):
+        while True:
+            try:
+                return _run_all(module, passes, options, undone)
+            except _Broken as broken:
+                name, why = broken.args
+                undone[name] = f"pass {name} was undone: {why}"
 
 
 def _run_all(

@@ -43,7 +43,7 @@ class CalledExperts(ExpertsReading):
         rows = self.nodes[roles.rows.x], self.nodes[roles.rows.experts], self.nodes[roles.rows.weights]
         operands = ExpertOperands(*rows, gate, up, down)
         region = Region(tuple(self.nodes.values()), (operands.x,), ())
-        super().__init__(region, operands, roles.rows.experts in call.distinct, "")
+        super().__init__(region, operands, roles.rows.experts in call.distinct)
         self._bounds = bounds_among(call.floats())
         self._activations = activations(self._bounds if "tanh" in call.names() else None)
         self._outside = [*([] if self.distinct else [-1]), operands.count, 2 * operands.count + 1]

@@ -70,22 +70,28 @@ def _answer(path: Path) -> dict[str, Any]:
     begin, cpu = time.monotonic(), _cpu_seconds()
     try:
         with path.open(encoding="utf-8") as file:
-            guards = build(file, path.with_suffix(".built"))
+            made = build(file, path.with_suffix(".built"))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {_one_line(error)}"}
-    return {"guards": guards, "seconds": time.monotonic() - begin, "cpu": _cpu_seconds() - cpu}
+    return {**made, "seconds": time.monotonic() - begin, "cpu": _cpu_seconds() - cpu}
 
 
-def build(file: TextIO, destination: Path) -> str:
-    """Build the graph of a document with Inductor; returns what must hold of its dynamic sizes, empty if nothing."""
+def build(file: TextIO, destination: Path) -> dict[str, Any]:
+    """Build the graph of a document: to one library, or to an artefact of Inductor's where that cannot be.
+
+    Returns `guards`, what must hold of its dynamic sizes (empty if nothing), and `plan` of a library.
+    """
     import torch
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.standalone_compile import standalone_compile
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     import k31compile.kernels
     import k31compile.targets.packed_linear  # noqa: F401  (both register operators)
+    from k31compile.errors import NativeError
     from k31compile.graph.document import read_graph
+    from k31compile.targets.native.build import build_native
 
     document = json.load(file)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = document["state"]["cache"]
@@ -95,11 +101,19 @@ def build(file: TextIO, destination: Path) -> str:
     torch.use_deterministic_algorithms(document["state"]["deterministic"])
     module, inputs, mode = read_graph(document)
     with torch.no_grad(), tracing(TracingContext(mode)), config.patch(document["state"]["inductor"]):
-        artifact = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options={})
-        artifact.save(path=str(destination))
+        made: dict[str, Any] = {}
+        try:
+            FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
+            destination.mkdir()
+            made["plan"] = build_native(module, inputs, destination)
+        except NativeError:
+            shutil.rmtree(destination, ignore_errors=True)
+            artifact = standalone_compile(module, inputs, dynamic_shapes="from_tracing_context", options={})
+            artifact.save(path=str(destination))
     sizes = [value for value, given in zip(inputs, document["inputs"], strict=True) if "hint" in given]
     assert mode.shape_env is not None
-    return (mode.shape_env.produce_guards_expression(sizes, ignore_static=False) or "") if sizes else ""
+    guards = mode.shape_env.produce_guards_expression(sizes, ignore_static=False) if sizes else ""
+    return {**made, "guards": guards or ""}
 
 
 def _cpu_seconds() -> float:

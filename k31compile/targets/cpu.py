@@ -9,23 +9,23 @@ from torch._inductor.compile_fx import compile_fx
 from k31compile.kernels.registry import OPERATORS, provider_for
 from k31compile.options import Options
 from k31compile.report import Report
-from k31compile.targets.pack_linears import pack_linears
 from k31compile.targets.reinplace import reinplace_cache_writes
-from k31compile.targets.tiered import compile_tiered
+from k31compile.targets.tiered import Keep, compile_tiered
 
 
 def compile_for_cpu(
-    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report | None = None
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: Report | None = None,
+    keep: Keep | None = None,
 ) -> Callable[..., Any]:
     """A callable of the graph's inputs.
 
     `codegen="inductor"` builds C++ around our operators; `"ops"` runs operator by operator with cache writes in place;
-    `"tiered"` does the second until a child process has done the first, and tells the report. With `layout="nz"` linear
-    layers read packed copies of their weights, and the report says which.
+    `"tiered"` does the second until a child process has done the first, and tells the report; `keep` is given what the
+    child built.
     """
-
-    if options.layout == "nz":
-        pack_linears(module, report or Report())
 
     def run_operators() -> Callable[..., Any]:
         reinplace_cache_writes(module)
@@ -34,7 +34,7 @@ def compile_for_cpu(
     if options.codegen == "ops":
         return run_operators()
     if options.codegen == "tiered":
-        return compile_tiered(module, example_inputs, run_operators, report or Report(), options.strict)
+        return compile_tiered(module, example_inputs, run_operators, report or Report(), options.strict, keep)
     patches = {} if options.cache else {"force_disable_caches": True}
     compiled: Any = compile_fx(module, list(example_inputs), config_patches=patches or None)
     return compiled  # type: ignore[no-any-return]

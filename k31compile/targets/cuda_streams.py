@@ -18,7 +18,7 @@ class CudaScheduledModule:
     """A graph issued as its schedule says; the caller's current stream is the schedule's first.
 
     What a call returns is ready in the order of the caller's stream, as after any other call. Super kernels are issued
-    task by task.
+    task by task. Where an input that is written lies in the memory of another, all is issued on the caller's stream.
     """
 
     def __init__(self, module: fx.GraphModule, schedule: Schedule, cuda: Any = torch.cuda) -> None:
@@ -57,6 +57,9 @@ class CudaScheduledModule:
             ScheduleError: not as many inputs as the graph has.
         """
         values = self._cut.given(inputs)
+        if self._cut.is_entangled(values):
+            with torch.no_grad():
+                return self._cut.run_as_written(*inputs)
         mine = self._cuda.current_stream()
         streams = [mine, *self._beside]
         for stream in self._beside:

@@ -77,6 +77,11 @@ def _row(weight: fx.Node, reason: str, remedy: str) -> dict[str, Any]:
 
 def _objection(weight: fx.Node, linears: int) -> tuple[str, str]:
     value, shape = value_of(weight), shape_of(weight)
+    if torch.is_autocast_enabled("cpu"):
+        return (
+            "autocast decides on each call in which dtype it is multiplied",
+            "give the model weights of the lower precision and call it without autocast",
+        )
     if value.dtype not in _DTYPES:
         return (
             f"it is {str(value.dtype).removeprefix('torch.')}: packed copies are for bfloat16, float16 and float32",

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,23 +25,34 @@ from k31compile.graph.document import write_graph
 from k31compile.graph.sizes import input_values
 from k31compile.report import Report
 from k31compile.targets.builder import BUILDER, Job
+from k31compile.targets.native.load import load_native
 
 log = logging.getLogger("k31compile")
 
 Call = Callable[..., Any]
 
+Keep = Callable[[Path, Mapping[str, Any], str, Report], None]
+"""Takes a folder with a library, its plan, the conditions on dynamic sizes, and the report of its graph."""
+
 
 def compile_tiered(
-    module: fx.GraphModule, example_inputs: Sequence[Any], run: Callable[[], Call], report: Report, strict: bool
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    run: Callable[[], Call],
+    report: Report,
+    strict: bool,
+    keep: Keep | None = None,
 ) -> "Tiered":
     """Hand a graph to the child that builds, and return what runs it meanwhile; `run` may change the graph for that."""
     inputs = input_values(module, example_inputs)
     try:
+        if torch._C._is_any_autocast_enabled():
+            raise DocumentError("autocast casts what its operators are given, and the child builds without it")
         job: Job | DocumentError = BUILDER.submit({**write_graph(module, inputs), "state": _state()})
     except DocumentError as error:
         job = error
     sizes = [i for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)]
-    return Tiered(run(), job, sizes, report, strict)
+    return Tiered(run(), job, sizes, report, strict, keep)
 
 
 class Tiered:
@@ -49,13 +62,22 @@ class Tiered:
     it is dynamic, calls whose sizes do not meet its conditions go on operator by operator.
     """
 
-    def __init__(self, run: Call, job: Job | DocumentError, sizes: Sequence[int], report: Report, strict: bool) -> None:
+    def __init__(
+        self,
+        run: Call,
+        job: Job | DocumentError,
+        sizes: Sequence[int],
+        report: Report,
+        strict: bool,
+        keep: Keep | None = None,
+    ) -> None:
         """`run` is the graph operator by operator; `sizes` says which of its inputs are dynamic sizes."""
         self._run = run
         self._job = job
         self._sizes = sizes
         self._report = report
         self._strict = strict
+        self._keep = keep
         self._swap = threading.Lock()
         self._built: Call | None = None
         self._fits: Callable[[Sequence[Any]], bool] = lambda _: True
@@ -99,7 +121,7 @@ class Tiered:
             return
         begin = time.perf_counter()
         try:
-            built = load_built(job)
+            built = self._taken_over(job, answer)
         except Exception as error:
             self._fail(f"what was built cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}")
             return
@@ -112,6 +134,17 @@ class Tiered:
             f"tiered: call {self._calls} and those after it run what Inductor built in a child process, in "
             f"{answer['seconds']:.1f} s ({answer['cpu']:.1f} CPU s)"
         )
+
+    def _taken_over(self, job: Job, answer: Mapping[str, Any]) -> Call:
+        """What the child built, loaded; a library is kept, Inductor's own artefact is in Inductor's cache."""
+        if "plan" not in answer:
+            return load_built(job)
+        built = load_native(job.built, answer["plan"])
+        if self._keep is not None:
+            self._keep(job.built, answer["plan"], answer["guards"], self._report)
+        shutil.rmtree(job.built, ignore_errors=True)
+        job.path.unlink(missing_ok=True)
+        return built
 
     def _fail(self, why: str) -> None:
         self._failure = f"tiered: this graph stays operator by operator: {why}"
@@ -134,7 +167,7 @@ def load_built(job: Job) -> Call:
     job.built.unlink(missing_ok=True)
 
     def call(*inputs: Any) -> Any:
-        # The casts of autocast are in the graph; it was built where there was none.
+        # It was built where there is no autocast, for a graph that was captured without it.
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
                 return artifact(*inputs)

@@ -17,9 +17,14 @@ ITEM_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
+def has_blocks(shape: Sequence[int], dtype: str) -> bool:
+    """Whether a tensor can be stored in blocks at all: matrices and stacks of them, of some dtypes."""
+    return len(shape) >= 2 and dtype in ITEM_SIZES
+
+
 def stored_shape(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
     """The shape of a tensor in blocks; for the shape itself where no blocks are possible, see `rules`."""
-    if len(shape) < 2 or dtype not in ITEM_SIZES:
+    if not has_blocks(shape, dtype):
         return tuple(shape)
     return nz_shape(shape, _CARRIERS[ITEM_SIZES[dtype]])
 

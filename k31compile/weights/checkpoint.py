@@ -55,7 +55,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         WeightFileError: it is not there, not whole, or its files contradict each other.
     """
-    if not path.exists():
+    try:
+        is_there = path.is_file() or path.is_dir()
+    except OSError as error:
+        raise WeightFileError(f"it cannot be read: {error.strerror}", where=str(path)) from error
+    if not is_there:
         raise WeightFileError(
             "there is no such file or folder", where=str(path), hint="give a .safetensors or a folder"
         )
@@ -73,14 +77,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise WeightFileError(
             f"the folder holds no {_SUFFIX} file", where=str(path), hint="give a .safetensors or its folder"
         )
-    checkpoint = Checkpoint(path, tuple(_shard(path / name) for name in names), index)
+    missing = "the index names it" if index is not None else "the folder has that name"
+    checkpoint = Checkpoint(path, tuple(_shard(path / name, missing) for name in names), index)
     _check_names(checkpoint)
     return checkpoint
 
 
-def _shard(path: Path) -> Shard:
+def _shard(path: Path, missing: str = "") -> Shard:
     if not path.is_file():
-        raise WeightFileError("the index names it, and it does not exist", where=str(path))
+        raise WeightFileError(f"{missing}, and there is no such file", where=str(path))
     file = read_tensor_file(path)
     return Shard(file, read_record(file))
 
@@ -90,7 +95,7 @@ def _read_index(path: Path) -> dict[str, Any] | None:
         index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightFileError(f"the index cannot be read: {error}", where=str(path)) from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):

@@ -58,10 +58,10 @@ def write(plan: Plan, folder: Path, advance: Callable[[str], None] = lambda _: N
         WeightFileError: the folder cannot be written, is the source itself, or holds something else.
     """
     source = plan.source
-    if folder.exists() and folder.samefile(source.path if source.path.is_dir() else source.path.parent):
-        raise WeightFileError("source and destination are one folder", where=str(folder), hint="give another one")
     made: list[Path] = []
     with _told(folder), _tidied(made):
+        if folder.exists() and folder.samefile(source.path if source.path.is_dir() else source.path.parent):
+            raise WeightFileError("source and destination are one folder", where=str(folder), hint="give another one")
         made += _make(folder)
         with alone_in(folder):
             _write_all(plan, folder, advance)
@@ -71,7 +71,8 @@ def write(plan: Plan, folder: Path, advance: Callable[[str], None] = lambda _: N
 
 def _write_all(plan: Plan, folder: Path, advance: Callable[[str], None]) -> None:
     journal = Journal.opened(folder, plan.identity())
-    journal.remove_partial()
+    beside = [path.name for path in _beside(plan.source.path)]
+    journal.remove_partial([*(shard.name for shard in plan.source.shards), *beside, INDEX_FILE])
     has_digests = isinstance(_digests_of(plan.source), Mapping)
     try:
         journal.save()
@@ -132,24 +133,30 @@ def _metadata(plan: Plan, shard: Shard, source_hash: str) -> dict[str, str]:
 
 
 def _write_beside(plan: Plan, folder: Path) -> None:
-    source = plan.source.path
-    if source.is_file():
-        return
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _BESIDE and path.name != INDEX_FILE and not path.name.startswith("."):
-            atomic_write(folder / path.name, path.read_bytes(), mode=0o644)
+    for path in _beside(plan.source.path):
+        atomic_write(folder / path.name, path.read_bytes(), mode=0o644)
+
+
+def _beside(source: Path) -> list[Path]:
+    """The files of a checkpoint's folder that go along with it; none where it is a single file."""
+    found = sorted(source.iterdir()) if source.is_dir() else []
+    return [
+        path
+        for path in found
+        if path.is_file() and path.suffix in _BESIDE and path.name != INDEX_FILE and not path.name.startswith(".")
+    ]
 
 
 def _write_index(plan: Plan, folder: Path, journal: Journal) -> None:
     if plan.source.index is None:
         return
     index = copy.deepcopy(plan.source.index)
-    metadata = index.setdefault("metadata", {})
-    if "total_size" in metadata:
+    metadata = index.get("metadata")
+    if isinstance(metadata, dict) and "total_size" in metadata:
         metadata["total_size"] = sum(step.stored[2] for step in plan.steps)
     if (digests := _digests_of(plan.source)) is not None:
         written = {name: digest for entry in journal.finished.values() for name, digest in entry.tensors.items()}
-        metadata["sha256"] = {name: written[name] for name in digests}
+        index["metadata"]["sha256"] = {name: written[name] for name in digests if name in written}
     atomic_write(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode(), mode=0o644)
 
 

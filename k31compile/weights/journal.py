@@ -4,12 +4,12 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from k31compile.errors import WeightFileError
-from k31compile.store import atomic_write, sha256_of
+from k31compile.store import atomic_write, partial_prefix, sha256_of
 
 JOURNAL = ".k31-convert.json"
 
@@ -41,7 +41,7 @@ class Journal:
         found = cls(folder, plan)
         path = folder / JOURNAL
         if not path.exists():
-            others = [entry.name for entry in folder.iterdir() if not entry.name.startswith(f".{JOURNAL}.")]
+            others = [entry.name for entry in folder.iterdir() if not entry.name.startswith(partial_prefix(JOURNAL))]
             if others:
                 raise WeightFileError(
                     f"the folder holds {sorted(others)[0]} already, and nothing is written over",
@@ -90,10 +90,11 @@ class Journal:
         """All is done."""
         (self.folder / JOURNAL).unlink(missing_ok=True)
 
-    def remove_partial(self) -> None:
-        """Remove what a process that was killed had begun to write: hidden files, of which a result has none."""
+    def remove_partial(self, names: Collection[str]) -> None:
+        """Remove what a process that was killed had begun to write of files of these names, and nothing else."""
+        begun = tuple(partial_prefix(name) for name in (JOURNAL, *names))
         for path in self.folder.glob(".*"):
-            if path.name != JOURNAL and path.is_file():
+            if path.name.startswith(begun) and path.name not in names and path.is_file():
                 path.unlink(missing_ok=True)
 
 

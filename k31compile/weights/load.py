@@ -1,6 +1,6 @@
 """Loading: the record of a file is checked against the model, blocks become the original tensor, bit for bit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ _TYPES = {
     "C64": torch.complex64, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
 }  # fmt: skip
 _SHOWN = 5
+_OVERLAPS = 1
+"""What torch answers where two elements of a tensor are one place in memory."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,19 @@ def _name_problems(stored: dict[str, _Stored], targets: dict[str, Tensor]) -> It
             yield f"the model has no {name}"
 
 
-def _problems(stored: dict[str, _Stored], targets: dict[str, Tensor]) -> Iterable[str]:
+def _problems(stored: dict[str, _Stored], targets: Mapping[str, object]) -> Iterable[str]:
     for name, entry in stored.items():
         if name not in targets:
             continue
         record, target = entry.shard.layout_of(entry.tensor), targets[name]
         dtype = _TYPES.get(record.dtype)
-        if target.device.type == "meta":
+        if not isinstance(target, Tensor):
+            yield f"{name} of the model is no tensor"
+        elif target.is_inference() and not torch.is_inference_mode_enabled():
+            yield f"{name} of the model was made in inference mode; call load inside of torch.inference_mode()"
+        elif torch._debug_has_internal_overlap(target) == _OVERLAPS:
+            yield f"{name} of the model is an expanded tensor, whose elements share memory; give it one of its own"
+        elif target.device.type == "meta":
             yield f"{name} of the model is on the meta device; use model.to_empty first"
         elif dtype is None or not _may_become(dtype, target.dtype):
             yield f"{name} is {record.dtype}, the model has {str(target.dtype).removeprefix('torch.')}"

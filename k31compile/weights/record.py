@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from k31compile.errors import WeightFileError
-from k31compile.weights.blocks import stored_shape
+from k31compile.weights.blocks import has_blocks, stored_shape
 from k31compile.weights.tensor_file import TensorFile
 
 KEY = "k31.layout"
@@ -49,11 +49,11 @@ def read_record(file: TensorFile) -> FileRecord | None:
         data: dict[str, Any] = json.loads(text)
         version = data["version"]
         tensors = {
-            name: TensorRecord(str(entry["layout"]), tuple(map(int, entry["shape"])), str(entry["dtype"]))
+            name: TensorRecord(str(entry["layout"]), _shape_of(entry["shape"]), str(entry["dtype"]))
             for name, entry in data["tensors"].items()
         }
         record = FileRecord(str(data["tool"]), str(data["source_sha256"]), tensors)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightFileError(f"its record of layouts is damaged: {error!r}", where=str(file.path)) from error
     if version != VERSION:
         raise WeightFileError(
@@ -61,6 +61,12 @@ def read_record(file: TensorFile) -> FileRecord | None:
         )
     _check_fits(file, record)
     return record
+
+
+def _shape_of(sides: Any) -> tuple[int, ...]:
+    if not isinstance(sides, list) or not all(type(side) is int and side >= 0 for side in sides):
+        raise ValueError(f"{sides!r} is no shape")
+    return tuple(sides)
 
 
 def _check_fits(file: TensorFile, record: FileRecord) -> None:
@@ -72,6 +78,10 @@ def _check_fits(file: TensorFile, record: FileRecord) -> None:
         tensor = stored[name]
         if entry.layout not in (ND, NZ):
             raise WeightFileError(f"{name} is recorded as {entry.layout!r}, not nd or nz", where=str(file.path))
+        if entry.layout == NZ and not has_blocks(entry.shape, entry.dtype):
+            raise WeightFileError(
+                f"{name} is recorded as nz, and {entry.dtype} {list(entry.shape)} has no blocks", where=str(file.path)
+            )
         expected = stored_shape(entry.shape, entry.dtype) if entry.layout == NZ else entry.shape
         if tensor.dtype != entry.dtype or tensor.shape != expected:
             raise WeightFileError(

@@ -85,7 +85,7 @@ def read_tensor_file(path: Path) -> TensorFile:
         raise WeightFileError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
     except (SafetensorError, ValueError) as error:
         raise WeightFileError(f"the file is cut off or no safetensors file: {error}", where=str(path)) from error
-    metadata = header.pop(_METADATA, {})
+    metadata = header.pop(_METADATA, None) or {}
     tensors = tuple(
         StoredTensor(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
         for name, entry in header.items()

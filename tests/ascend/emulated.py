@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from k31compile.kernels.registry import OPERATORS
 
@@ -12,10 +13,25 @@ _SKIPPED = ("scope_enter", "scope_exit", "wait", "record")
 
 
 class Emulated(fx.Interpreter):
-    """Runs a lowered graph: streams and waits are left out, and what is made on the device is made here."""
+    """Runs a lowered graph: streams and waits are left out, and what is made on the device is made here.
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    As in GE a view is a copy, only an input can be written, and what is copied into one is there when the graph ends;
+    `has_views` for code that torch runs.
+    """
+
+    def __init__(self, module: fx.GraphModule, has_views: bool = False) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self._has_views = has_views
+        self._given: tuple[Any, ...] = ()
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The graph's results."""
+        self._given, self._copied = args, []
+        results = super().run(*args, **kwargs)
+        for target, source in self._copied:
+            target.copy_(source)
+        return results
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """One node; an operator of torch_npu that is not known here is an error."""
@@ -25,8 +41,30 @@ class Emulated(fx.Interpreter):
                 return None
             if target.namespace == "npu":
                 kernel = KERNELS[target._opname]
+                if target._schema.is_mutable and not self._has_views:
+                    self._check_inputs(target, args)
                 return kernel(*args, **{**_defaults(target, kernel), **kwargs})
+            if not self._has_views:
+                return self._call_as_ge(target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+    def _call_as_ge(self, target: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.copy_.default:
+            self._check_inputs(target, args)
+            value = args[1].to(args[0].dtype).expand(args[0].shape).clone()
+            self._copied.append((args[0], value))
+            return value
+        if target._schema.is_mutable:
+            self._check_inputs(target, args)
+        value = super().call_function(target, args, kwargs)
+        returned = target._schema.returns
+        is_view = bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, value) if is_view else value
+
+    def _check_inputs(self, target: torch._ops.OpOverload, args: Any) -> None:
+        for argument, value in zip(target._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                assert any(value is one for one in self._given), f"{target} writes what is no input"
 
 
 def _defaults(target: torch._ops.OpOverload, kernel: Any) -> dict[str, Any]:
@@ -52,7 +90,8 @@ def _index(query, key, weights, *, actual_seq_lengths_key, block_table, layout_q
 
 def _attend(query, key, value, indices, scale, *, block_table, actual_seq_lengths_kv, query_rope, key_rope,
             sparse_block_size, layout_query, layout_kv, sparse_mode, attention_mode):  # fmt: skip
-    assert query.shape[2] in (1, 2, 4, 8, 16, 32, 64, 128)
+    # On A3 a power of two, too: tests/targets/test_ascend_constraints.py.
+    assert 1 <= query.shape[2] <= 128
     found = OPERATORS["sparse_flash_attention"].reference(
         query, key, value, indices, scale, block_table=block_table, actual_seq_lengths_kv=actual_seq_lengths_kv,
         query_rope=query_rope, key_rope=key_rope, sparse_block_size=sparse_block_size, layout_query=layout_query,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-import k31compile.backend
+import k31compile.compile_graph
 from k31compile.report import Report, clear_reports, reports
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recognition"))
@@ -35,13 +35,13 @@ def eager() -> type[StableTopk]:
 def rewritten(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """Every graph that the target was given, in order."""
     graphs: list[fx.GraphModule] = []
-    compile_for_cpu = k31compile.backend.compile_for_cpu
+    compile_for_target = k31compile.compile_graph._compile_for_target
 
     def keep(module: fx.GraphModule, *rest: Any) -> Callable[..., Any]:
         graphs.append(module)
-        return compile_for_cpu(module, *rest)
+        return compile_for_target(module, *rest)
 
-    monkeypatch.setattr(k31compile.backend, "compile_for_cpu", keep)
+    monkeypatch.setattr(k31compile.compile_graph, "_compile_for_target", keep)
     return graphs
 
 

@@ -156,13 +156,12 @@ def test_a_dynamic_size_is_not_its_number_and_has_its_own_name() -> None:
 OPTIONS: dict[str, Any] = {
     "fuse": ["lightning_indexer"],
     "strict": True,
-    "codegen": "tiered",
     "layout": "nz",
     "super_kernel": False,
     "confirm_bytes": 1 << 20,
     "node_budget": 500,
 }
-NEUTRAL: dict[str, Any] = {"cache": "/nowhere", "require_warm": True, "lock": "/no/such/contract"}
+NEUTRAL: dict[str, Any] = {"cache": "/nowhere", "codegen": "tiered", "require_warm": True, "lock": "/no/such/contract"}
 NOT_FOR_A_CPU = {"target": "says which device and is an ingredient of its own", "streams": "refused on a CPU"}
 ONE_VALUE = {"quant", "guards"}
 

@@ -3,6 +3,7 @@
 import pytest
 from store_cases import INGREDIENTS, KEY, OTHER, put
 
+from k31compile.cache import entry_store
 from k31compile.cache.nearest import describe, difference
 
 
@@ -64,3 +65,16 @@ def test_many_differences_are_counted(store):
     assert store.why_missed({f"i{number}": "2" for number in range(9)}).endswith(
         "i3 differ (1 there, 2 here) and 5 more"
     )
+
+
+def test_in_a_large_cache_only_the_last_used_are_read(store, monkeypatch):
+    for number in range(8):
+        put(store, f"{number:064x}", INGREDIENTS | {"torch": str(number)})
+    read = []
+    real = entry_store.read_manifest
+    monkeypatch.setattr(entry_store, "MOST_COMPARED", 3)
+    monkeypatch.setattr(
+        entry_store, "read_manifest", lambda folder, keys: read.append(folder.name) or real(folder, keys)
+    )
+    assert store.nearest(INGREDIENTS).key == f"{7:064x}"
+    assert read == [f"{number:064x}" for number in (7, 6, 5)]

@@ -36,6 +36,7 @@ for _ in range(60):
     store.clear()
 """
 WRITE_FOR_EVER = """
+store = EntryStore(Path(sys.argv[1]), Limits(entries=int(sys.argv[3])))
 data = os.urandom(8 << 20)
 print("ready", flush=True)
 for number in range(1000):
@@ -99,20 +100,21 @@ READ_IF_THERE = READ.replace(
 )
 
 
-def test_killed_while_writing_twenty_times(store):
-    moments = random.Random(6)
+@pytest.mark.parametrize("most", [1000, 2])
+def test_killed_while_writing_and_removing_twenty_times(store, most):
+    moments = random.Random(most)
     interrupted = 0
     for run in range(20):
-        writer = child(WRITE_FOR_EVER, store.root, run)
+        writer = child(WRITE_FOR_EVER, store.root, run, most)
         assert writer.stdout.readline() == "ready\n"
         time.sleep(moments.uniform(0.0, 0.08))
         writer.send_signal(signal.SIGKILL)
         writer.communicate()
         interrupted += bool(left_over(store))
-        # written by an uninterrupted hand, by the same code that a reader uses
         for key in store.places.entry_keys():
             check_entry(store.root / "entries" / key, [local_key()], 5)
         assert all(len(path.name) == 16 for path in (store.root / "entries").iterdir())
+        assert len(store.places.entry_keys()) <= most
     assert interrupted > 0, "no kill met a write: the moments are wrong"
     put(store)
     assert left_over(store) == []

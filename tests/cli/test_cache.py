@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from k31compile.cache.entry_store import default_store
+from k31compile.cache.opened import open_store
 from k31compile.cli.readable import age_text, size_text
 
 ONE, TWO, THREE = "3f2a" * 16, "3f77" * 16, "77aa" * 16
@@ -111,6 +112,24 @@ def test_another_cache(filled, k31, k31_json, tmp_path):
     assert k31("cache", "ls", "--cache", str(tmp_path / "empty"))[1].startswith("0 entries")
     code, data = k31_json("cache", "ls", "--cache", str(filled.root))
     assert (code, len(data["entries"])) == (0, 3)
+
+
+def test_push_gives_entries_to_other_machines(filled, k31, k31_json, tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/shelf"
+    code, _, err = k31("cache", "push", url)
+    assert code == 1
+    assert "K31_CACHE_KEY is not set" in err
+    monkeypatch.setenv("K31_CACHE_KEY", "a secret of two machines")
+    code, data = k31_json("cache", "push", url, "3f2")
+    assert (code, data["given"], data["left"]) == (0, [ONE], [])
+    assert k31("cache", "push", url)[1] == "3 entries given, 0 not\n"
+    monkeypatch.setenv("K31_CACHE_DIR", str(tmp_path / "other"))
+    assert open_store(url).find(TWO) is not None
+    (tmp_path / "shelf" / "file").write_text("")
+    with pytest.warns(UserWarning, match="is not used any more by this process"):
+        code, data = k31_json("cache", "push", f"{url}/file")
+    assert (code, data["given"], data["left"]) == (1, [], [TWO])
+    assert "failed when it was given entry" in data["why"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,12 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["tiny:decode", "-o", "OUT"], 2, "makes offline Ascend graphs only; add --target ascend-a3 --offline"),
+        (["tiny:decode", "-o", "OUT"], 2, "does not end in .k31; give -o F.k31, or add --offline --target ascend-a3"),
+        (["tiny:decode", "-o", "OUT.k31", "--target", "ascend-a3"], 2, "F.k31 for ascend-a3 is not built yet"),
+        (["tiny:decode", "-o", "OUT.k31", "--target", "gpu"], 2, "there is no target 'gpu'; targets: cpu"),
+        (["tiny", "-o", "OUT.k31", "--entry", "tiny:x"], 2, "no entry 'tiny:x'; entries: tiny:prefill, tiny:decode"),
+        (["tiny", "-o", "OUT.k31", "--weights", "OUT"], 2, "does not exist; give a .safetensors file or its folder"),
+        (["tiny", "-o", "OUT.k31", "--threads", "0"], 2, "--threads 0 is less than 1"),
         (["tiny:decode", "-o", "OUT", "--offline"], 2, "--offline needs --target; targets: ascend-a3, ascend-950"),
         (["tiny:decode", "--offline", "--target", "ascend-a3", "-o", "FILE"], 2, "is a file; give -o a folder"),
         (["tiny:decode", "--offline", "--target", "ascend-b2", "-o", "OUT"], 2, "there is no Ascend target"),
@@ -29,12 +34,13 @@ Run = Callable[..., tuple[int, str, str]]
 )
 def test_a_wrong_call_is_told(arguments, code, told, k31: Run, tmp_path):
     (tmp_path / "file").write_text("")
-    places = {"OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file")}
+    places = {"OUT": str(tmp_path / "out"), "FILE": str(tmp_path / "file"), "OUT.k31": str(tmp_path / "out.k31")}
     done, _, errors = k31("compile", *(places.get(argument, argument) for argument in arguments))
     assert told in errors
     assert len(errors.strip().splitlines()) == 1
     assert done == code
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.k31").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed here")

@@ -144,3 +144,12 @@ def test_a_models_graph_decides(tmp_path, k31, k31_json):
     code, _, err = k31(*argv)
     assert code == 1
     assert "none of its tensors is a parameter of" in err
+
+
+def test_names_cannot_speak_to_the_terminal(tmp_path, k31):
+    save_file({"w\n\x1b[31m[red]": torch.ones(32, 32)}, tmp_path / "odd.safetensors")
+    for call in (["inspect", "{}"], ["convert", "{}", "nowhere", "--dry-run", "--include", "*"]):
+        code, out, _ = k31("weights", *(part.format(tmp_path / "odd.safetensors") for part in call))
+        assert code == 0
+        assert "\x1b[31m" not in out
+        assert "w\\n\\x1b[31m[red]" in out.replace("\n", "")

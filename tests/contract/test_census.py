@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import k31compile
-import k31compile.backend
+import k31compile.compile_graph
 from k31compile.report import last_report
 
 EACH = {"indexer_prolog": 1, "lightning_indexer": 1, "static_top_k": 1}
@@ -91,7 +91,7 @@ class Allocations(TorchDispatchMode):
 
 def test_the_predicted_peak_is_near_the_measured_one(stack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Composite operators take memory inside that the prediction does not see: it may be a quarter too low."""
-    compile_for_cpu = k31compile.backend.compile_for_cpu
+    compile_for_cpu = k31compile.compile_graph.compile_for_cpu
     measured: list[int] = []
 
     def measure(module: fx.GraphModule, *rest: Any) -> Callable[..., Any]:
@@ -105,6 +105,6 @@ def test_the_predicted_peak_is_near_the_measured_one(stack: ModuleType, monkeypa
 
         return call
 
-    monkeypatch.setattr(k31compile.backend, "compile_for_cpu", measure)
+    monkeypatch.setattr(k31compile.compile_graph, "compile_for_cpu", measure)
     report = k31compile.explain(stack.Stack().eval(), stack.tokens())
     assert report.memory["peak"] <= measured[0] <= 1.25 * report.memory["peak"]

@@ -7,7 +7,6 @@ import types
 import pytest
 
 import k31compile
-from k31compile.errors import NotBuiltYetError
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
@@ -29,8 +28,3 @@ def test_a_function_is_not_hidden_by_the_module_behind_it(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "k31compile.explain", module)
     k31compile.explain = module  # what the import system does with a submodule
     assert k31compile.explain() == "called"
-
-
-def test_what_is_not_built_is_refused_as_such() -> None:
-    with pytest.raises(NotBuiltYetError, match=r"K31-0102: loading artefacts is not built yet \(a\.k31\); use "):
-        k31compile.load("a.k31")

@@ -16,6 +16,7 @@ from k31compile.report import clear_reports
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
     """No graph, no report and no knowledge of an earlier test."""
+    (tmp_path / "functions").mkdir(mode=0o700)
     monkeypatch.setattr(known, "_folder", lambda: tmp_path / "functions")  # kernels stay where they are built
     torch._dynamo.reset()
     clear_reports()

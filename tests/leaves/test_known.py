@@ -12,9 +12,16 @@ import torch
 
 import k31compile
 from k31compile import store
+from k31compile.errors import StoreError
 from k31compile.leaves import known
-from k31compile.leaves.known import KNOWN
+from k31compile.leaves.bytecode import Unfit
+from k31compile.leaves.call import Call
+from k31compile.leaves.candidates import Candidate
+from k31compile.leaves.confirm import agrees
+from k31compile.leaves.known import KNOWN, identity
+from k31compile.leaves.recall import form_of
 from k31compile.leaves.source import examine
+from k31compile.signatures import local_key, sign
 
 OPS = {"codegen": "ops", "fuse": ["kda_recurrent"]}
 MODEL = """
@@ -52,6 +59,8 @@ def store_with_kernels(tmp_path):
     folder.mkdir(mode=0o700)
     (store.cache_dir() / "kernels").mkdir(mode=0o700, exist_ok=True)
     os.symlink(store.cache_dir() / "kernels", folder / "kernels")
+    (folder / "signing.key").write_bytes(local_key())  # the kernels are signed with it
+    (folder / "signing.key").chmod(0o600)
     return folder
 
 
@@ -82,7 +91,7 @@ def test_unknown_code_pays_one_trace_and_never_again(store_with_kernels):
     assert in_a_new_process(store_with_kernels, 6, half=0.25)[1:3] == ([], ["my_rule"])
     assert in_a_new_process(store_with_kernels, 6)[1] == ["learned"]
     assert in_a_new_process(store_with_kernels, 6, cache=False)[1:3] == ([], [])
-    for path in (store_with_kernels / "functions").glob("*.json"):
+    for path in (store_with_kernels / "functions").glob("*.signed"):
         path.write_text(path.read_text().replace('"scale": 0.5', '"scale": 0.75'))
     fused, why, _, _, said = in_a_new_process(store_with_kernels, 6)
     assert (fused, why) == ({"kda_recurrent": 1}, ["learned"])
@@ -100,48 +109,167 @@ def compiled_once(length=6):
     return k31compile.last_report()
 
 
-def test_what_is_remembered_is_run_once_and_not_confirmed_again(monkeypatch):
-    compiled_once()
-    (path,) = known._folder().glob("*.json")
+def never(*_):
+    raise AssertionError("run again")
+
+
+def test_what_is_remembered_is_not_run_again(monkeypatch):
+    (first,) = compiled_once().leaves
+    assert (first["remembered"], first["text"].startswith("confirmed on")) == (False, True)
+    (path,) = known._folder().glob("*.signed")
     assert path.stat().st_mode & 0o777 == 0o600
     KNOWN.forget()
-
-    def never(*_):
-        raise AssertionError("confirmed again")
-
     monkeypatch.setattr("k31compile.leaves.recall.confirm_call", never)
-    assert compiled_once(9).leaves[0]["samples"] >= 16
+    monkeypatch.setattr("k31compile.leaves.recall.agrees", never)
+    (leaf,) = compiled_once(9).leaves
+    assert (leaf["remembered"], leaf["samples"] >= 16) == (True, True)
+    assert leaf["text"].startswith("remembered: confirmed on")
 
 
-@pytest.mark.parametrize("damage", ["cut", "scale", "foreign"])
+def unsign(path):
+    path.write_bytes(path.read_bytes().partition(b"\n")[2])
+
+
+def link(path):
+    path.rename(path.with_name("real"))
+    path.symlink_to("real")
+
+
+def sign_by_another(path):
+    body = path.read_bytes().partition(b"\n")[2].replace(b'"scale": 1.0', b'"scale": 2.0')
+    path.write_bytes(sign(body, b"another user's").encode() + b"\n" + body)
+
+
+def put_for_another(path):
+    """The file of another function, signed by this user."""
+    key = identity(examine(functions.kda_chunk))
+    body = path.read_bytes().partition(b"\n")[2].replace(path.name[-47:-7].encode(), key[:40].encode())
+    path.write_bytes(sign(body, local_key()).encode() + b"\n" + body)
+
+
+DAMAGE = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "scale": lambda path: path.write_bytes(path.read_bytes().replace(b'"scale": 1.0', b'"scale": 2.0')),
+    "unsigned": unsign,
+    "of another user": sign_by_another,
+    "of another function": put_for_another,
+    "open to others": lambda path: path.chmod(0o666),
+    "a link": link,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_file_that_is_not_as_it_was_written_is_named_and_not_used(damage, caplog):
     compiled_once()
-    (path,) = known._folder().glob("*.json")
-    data = path.read_text()
-    if damage == "cut":
-        path.write_text(data[: len(data) // 2])
-    elif damage == "scale":
-        path.write_text(data.replace('"scale": 1.0', '"scale": 2.0'))
-    else:
-        path.chmod(0o666)
+    (path,) = known._folder().glob("*.signed")
+    whole = path.read_bytes()
+    DAMAGE[damage](path)
     KNOWN.forget()
-    assert compiled_once().leaves
-    assert path.name in caplog.text
+    (leaf,) = compiled_once().leaves
+    assert not leaf["remembered"]
+    assert f"{path} is not used, its function is confirmed anew" in caplog.text
+    assert (path.read_bytes(), path.is_symlink()) == (whole, False)
 
 
-def test_a_well_formed_lie_is_found_by_running_once(caplog):
+def through_a_stranger(q, k, v, g, beta, state):
+    return functions.kda_recurrent(torch.ops.k31_test_leaves.through(q), k, v, g, beta, state)
+
+
+def test_what_a_digest_does_not_tell_is_run_once_in_each_process(monkeypatch):
+    """A function that calls an operator of somebody else, whose code may be another by then."""
+    library = torch.library.Library("k31_test_leaves", "FRAGMENT")
+    library.define("through(Tensor x) -> Tensor")
+    library.impl("through", lambda x: x.clone(), "CompositeExplicitAutograd")
+    assert examine(through_a_stranger).is_opaque
+    assert not examine(functions.kda_recurrent).is_opaque
+    assert not examine(functions.kda_chunk).is_opaque
+    ran = []
+    monkeypatch.setattr("k31compile.leaves.recall.agrees", lambda *a: ran.append(1) or agrees(*a))
+    tensors = functions.operands(6)
+    source, call = examine(through_a_stranger), Call.of(through_a_stranger, tensors, {})
+    candidate = Candidate(through_a_stranger, "declared", source, operator="kda_recurrent")
+    form, remembered = form_of(candidate, call, stored=True)
+    assert (form.scale, remembered, ran) == (1.0, False, [])
+    monkeypatch.setattr("k31compile.leaves.recall._checked", [])
+    KNOWN.forget()
+    assert form_of(candidate, call, stored=True) == (form, True)
+    assert ran == [1]
+    assert form_of(candidate, call, stored=True) == (form, True)
+    assert ran == [1]
+    library.impl("through", lambda x: 2 * x, "CompositeExplicitAutograd", allow_override=True)
+    monkeypatch.setattr("k31compile.leaves.recall._checked", [])
+    KNOWN.forget()
+    form, remembered = form_of(candidate, call, stored=True)
+    assert (form.scale, remembered) == (2.0, False)
+
+
+def test_what_was_put_into_torch_makes_a_function_opaque(monkeypatch):
+    def helper(x):
+        return x
+
+    space = {"torch": torch, "ops": torch.ops, "__name__": "one"}
+    code = "def f(q, k):\n    return {}\n"
+
+    def is_opaque(text):
+        exec(compile(code.format(text), "a.py", "exec"), space)
+        return examine(space["f"]).is_opaque
+
+    for text in ("q.halved() + k", "torch.halved(q) + k", "q.halves + k"):
+        assert not is_opaque(text), text
+    monkeypatch.setattr(torch.Tensor, "halved", helper, raising=False)
+    monkeypatch.setattr(torch.Tensor, "halves", property(helper), raising=False)
+    monkeypatch.setattr(torch, "halved", helper, raising=False)
+    for text in ("q.halved() + k", "torch.halved(q) + k", "q.halves + k", "torch.ops.mine(q)", "ops.mine.thing(q)"):
+        assert is_opaque(text), text
+    for text in ("torch.ops.aten.add(q, k)", "ops.aten.add.Tensor(q, k)", "q.sum() + k.mT", "torch.linalg.inv(q)"):
+        assert not is_opaque(text), text
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        "torch.get_num_threads()",
+        "torch.backends.mkldnn.enabled",
+        "torch.cuda.is_available()",
+        "torch.get_float32_matmul_precision() == 'high'",
+        "torch.are_deterministic_algorithms_enabled()",
+    ],
+)
+def test_a_function_that_asks_for_its_surroundings_is_no_leaf(asks):
+    space = {"torch": torch, "__name__": "one"}
+    exec(compile(f"def f(q, k):\n    return q if {asks} else k\n", "a.py", "exec"), space)
+    with pytest.raises(Unfit, match="asks how it is called"):
+        examine(space["f"])
+
+
+def test_a_bundle_takes_functions_to_another_machine(tmp_path, monkeypatch):
     compiled_once()
-    (path,) = known._folder().glob("*.json")
-    source = examine(functions.kda_recurrent)
-    forms = KNOWN.of(source, stored=True).forms
-    for key, (form,) in forms.items():
-        forms[key] = [form.with_scale(2.0)]
-    KNOWN.keep(source)
+    bundle = dict(known.exported())
+    ((name, body),) = bundle.items()
+    assert name.startswith("functions/kda_recurrent-")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    monkeypatch.setattr(known, "_folder", lambda: elsewhere)
+    monkeypatch.setattr("k31compile.signed_file.local_key", lambda: b"a key of the other machine")
     KNOWN.forget()
-    report = compiled_once()
-    assert report.leaves[0]["samples"] >= 16
-    assert "kda_recurrent is not what an earlier process remembers, and is confirmed anew" in caplog.text
-    assert '"scale": 1.0' in path.read_text()
+    KNOWN.of(examine(functions.kda_recurrent), stored=True)  # looked for before it came
+    known.imported(name, body)
+    assert dict(known.exported()) == bundle
+    known.imported(name, body)
+    assert dict(known.exported()) == bundle
+    monkeypatch.setattr("k31compile.leaves.recall.confirm_call", never)
+    assert compiled_once().leaves[0]["remembered"]
+    for wrong_name, wrong in (
+        ("../" + name, body),
+        ("functions/kda_recurrent-" + "0" * 40 + ".signed", body),
+        (name, body[:-9]),
+        (name, body.replace(b'"kda_recurrent"', b'"rm"')),
+        (name, body.replace(b'"format": 2', b'"format": 1')),
+        (name, body.replace(b'"width"', b'"height"')),
+    ):
+        with pytest.raises(StoreError, match=r"holds no confirmed function|is not named after"):
+            known.imported(wrong_name, wrong)
+    assert dict(known.exported()) == bundle
 
 
 def test_the_digest_is_of_what_a_function_does_and_not_of_where_it_stands():

@@ -12,14 +12,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "graph")]
 
 @pytest.fixture(autouse=True)
 def _alone():
-    from k31compile.graph.confirm import MEMORY
+    from k31compile.graph.memory import MEMORY
     from k31compile.report import clear_reports
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    MEMORY.confirmed.clear()
-    MEMORY.contradicted.clear()
+    MEMORY.forget()
     clear_reports()
     yield
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ import torch
 from stable_topk import stable_eager
 from torch import fx
 
-from k31compile.graph.confirm import MEMORY
+from k31compile.graph.memory import MEMORY
 from k31compile.graph.trace import trace_functional
 from k31compile.passes.pipeline import copy_module
 from k31compile.passes.recognise.engine import recognise
@@ -185,8 +185,7 @@ class Verdict:
 def judge(mutant: Mutant, recogniser, fresh: list[tuple], remember: bool = False) -> Verdict:
     """Recognise the mutant and, where it is accepted, compare it with what it was rewritten to."""
     if not remember:
-        MEMORY.confirmed.clear()
-        MEMORY.contradicted.clear()
+        MEMORY.forget()
     rewritten = copy_module(mutant.module)
     try:
         findings = recognise(rewritten, recogniser)

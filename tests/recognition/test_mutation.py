@@ -8,7 +8,7 @@ import pytest
 import torch
 from mutation import judge, mutants, traced
 
-from k31compile.graph.confirm import MEMORY
+from k31compile.graph.memory import MEMORY
 from k31compile.passes.recognise.engine import recognise
 from k31compile.passes.recognise.lightning_indexer import LightningIndexerRecogniser
 from k31compile.passes.recognise.sparse_flash_attention import SparseFlashAttentionRecogniser
@@ -106,11 +106,10 @@ def test_all_attention_mutants(name, phase):
 def test_a_mutant_is_not_excused_by_what_was_confirmed_before():
     """The memory of confirmed regions must tell a mutant from its original."""
     module, fresh = indexer_graph("matmul_row", "prefill")
-    MEMORY.confirmed.clear()
+    MEMORY.forget()
     names = {node.name for node in module.graph.nodes}
     chosen = list(mutants(module, names))[::9]
     alone = [judge(mutant, LightningIndexerRecogniser(), fresh).fate for mutant in chosen]
-    MEMORY.confirmed.clear()
-    MEMORY.contradicted.clear()
+    MEMORY.forget()
     together = [judge(mutant, LightningIndexerRecogniser(), fresh, remember=True).fate for mutant in chosen]
     assert alone == together

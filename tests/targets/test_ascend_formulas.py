@@ -6,9 +6,9 @@ import torch
 import k31compile.targets.ascend.lowerings  # noqa: F401  (registers them)
 from k31compile.kernels.registry import OPERATORS
 from k31compile.targets.ascend.decompositions import OURS, coordinates_along
-from k31compile.targets.ascend.lower import unravel
 from k31compile.targets.ascend.lowerings.registry import FORMULA, LOWERINGS, choose
 from k31compile.targets.ascend.profiles import PROFILES
+from k31compile.targets.ascend.writes import unravel
 
 A3 = PROFILES["ascend-a3"]
 BOUND = 1e-12

@@ -264,3 +264,18 @@ def test_a_copy_has_the_dtype_in_which_this_machine_multiplies():
     assert packed_dtype(torch.float32) == torch.float32
     supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert packed_dtype(torch.bfloat16) == (torch.bfloat16 if supported else torch.float32)
+
+
+@pytest.mark.parametrize("codegen", ["ops", "inductor"])
+def test_under_autocast_nothing_is_packed_and_the_dtype_is_autocasts(codegen):
+    model, x = nn.Linear(32, 32), torch.randn(4, 32)
+    run = compiled(model, codegen)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = called(run, x), called(model, x)
+    assert got.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(got, expected)
+    (row,) = last_report().weights
+    assert row["layout"] == "nd"
+    assert row["reason"].startswith("autocast decides")
+    torch.testing.assert_close(called(run, x), called(model, x))
+    assert last_report().weights[0]["layout"] == "nz"

@@ -297,7 +297,6 @@ def test_a_transposed_input_is_not_the_input():
     assert reinplace_cache_writes(fx.GraphModule(torch.nn.Module(), graph)) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="of nested writes only the outer is done in place")
 def test_a_part_of_a_part_is_written_alone():
     """As Llama's own code does: a batch smaller than the cache's, then a position."""
 

@@ -297,3 +297,15 @@ def group_lives(leader: int) -> bool:
         if int(group) == leader and state != "Z":
             return True
     return False
+
+
+def test_under_autocast_it_stays_operator_by_operator():
+    torch._dynamo.reset()
+    model, x = torch.nn.Linear(32, 32), torch.randn(4, 32)
+    run = torch.compile(model, backend="k31", options={"codegen": "tiered"})
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        got, expected = run(x), model(x)
+    assert torch.equal(got, expected)
+    assert got.dtype == torch.bfloat16
+    assert k31compile.last_report().tier == "failed"
+    assert any("autocast casts what its operators are given" in note for note in k31compile.last_report().notes)

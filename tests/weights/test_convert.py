@@ -160,7 +160,7 @@ def damaged(folder, how):
     [
         ("cut off", "cut off or no safetensors file"),
         ("text", "cut off or no safetensors file"),
-        ("missing", "the index names it, and it does not exist"),
+        ("missing", "the index names it, and there is no such file"),
         ("index", "the index cannot be read"),
         ("reach", "is no file of its folder"),
         ("unnamed", "does not name layers.1.scalar"),

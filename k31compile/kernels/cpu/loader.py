@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 from k31compile.errors import BuildError, OperatorError
@@ -28,6 +29,20 @@ def library(variant: str = "fast") -> ctypes.CDLL:
     if isinstance(found, BuildError):
         raise found
     return found
+
+
+def adopt(path: Path, variant: str = "fast") -> None:
+    """Serve with a library that was built elsewhere, unless one is loaded or kernels are switched off.
+
+    The file becomes code of this process: whoever calls this has checked it. BuildError where it does not load.
+    """
+    with _LOCK:
+        if variant in _LOADED or os.environ.get(SWITCH) == "0":
+            return
+        found = _open(path)
+        if isinstance(found, BuildError):
+            raise found
+        _LOADED[variant] = found
 
 
 def available(variant: str = "fast") -> tuple[bool, str]:
@@ -58,7 +73,14 @@ def _load(variant: str) -> ctypes.CDLL | BuildError:
     if os.environ.get(SWITCH) == "0":
         return BuildError(f"switched off by {SWITCH}=0", hint="unset it to use the C++ kernels")
     try:
-        loaded = ctypes.CDLL(str(build.built_library(variant)))
+        return _open(build.built_library(variant))
+    except BuildError as error:
+        return error
+
+
+def _open(path: Path) -> ctypes.CDLL | BuildError:
+    try:
+        loaded = ctypes.CDLL(str(path))
         for name, structure in calls.FUNCTIONS.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
@@ -66,8 +88,6 @@ def _load(variant: str) -> ctypes.CDLL | BuildError:
             size.restype = ctypes.c_int64
             if size() != ctypes.sizeof(structure):
                 return BuildError(f"{name} and its Python side disagree on their arguments")
-    except BuildError as error:
-        return error
     except (OSError, AttributeError) as error:
         return BuildError(f"the built kernels do not load: {error}")
     return loaded

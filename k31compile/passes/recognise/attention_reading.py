@@ -60,7 +60,6 @@ class AttentionReading(Reading):
     ) -> None:
         """One form, not yet confirmed."""
         self.region, self.found, self.form, self.producer, self.mask = region, found, form, producer, mask
-        self.context = producer.context
         self.index_layout, self.output_layout, self.counts = indices, output, counts
         self.learned: dict[str, Any] = {}
 

@@ -44,13 +44,6 @@ class Producer:
         return self.is_given and not self.marks_empty
 
     @property
-    def context(self) -> str:
-        """All that decides which indices are drawn."""
-        lengths = self.lengths.canonical_hash if self.lengths is not None else "unknown"
-        facts = (self.is_known, self.marks_empty, self.hides_keys, self.sparse_mode, self.has_rows, self.has_lengths)
-        return f"{facts}:{self.is_given}:{lengths}"
-
-    @property
     def fills_with_hidden_keys(self) -> bool:
         """Whether empty slots name keys that the row must not see."""
         return self.is_indexer and self.hides_keys and not self.marks_empty

@@ -51,10 +51,9 @@ class ConvOperands:
 class ConvReading(Reading):
     """Leaves read as x, weight, bias, state and valid lengths."""
 
-    def __init__(self, region: Region, operands: ConvOperands, activation: str, context: str) -> None:
-        """One assignment, not yet confirmed; `context` is what all assignments of the region were made for."""
+    def __init__(self, region: Region, operands: ConvOperands, activation: str) -> None:
+        """One assignment, not yet confirmed."""
         self.name, self.region, self.operands, self.activation = "short_conv", region, operands, activation
-        self.context = context
 
     @property
     def replaced(self) -> tuple[fx.Node, ...]:

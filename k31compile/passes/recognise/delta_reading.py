@@ -62,10 +62,11 @@ class DeltaOperands:
 class DeltaReading(Reading):
     """Leaves read as q, k, v, gate, beta and a state, for one of four operators."""
 
+    decides_nothing = Reading.decides_nothing | {"_memo"}
+
     def __init__(self, name: str, region: Region, operands: DeltaOperands, form: GateForm, memo: Memo) -> None:
         """One assignment, not yet confirmed; gates are held in one form, and `memo` is shared by all orders."""
         self.name, self.region, self.operands, self.gate_form = name, region, operands, form
-        self.context = form.context
         self.learned: float | None = None
         self._memo = memo
 

@@ -86,8 +86,6 @@ class DepthNormReading(Reading):
         assert isinstance(update, fx.Node)
         self.update = update
         self.extra_operands = tuple(node for node in update.args if isinstance(node, fx.Node))
-        given = [isinstance(node, fx.Node) for node in update.args]
-        self.context = f"norm:{eps}:{sorted(update.kwargs.items(), key=str)}:{given}"
         sums = [user for user in update.users if user.target is operator.getitem and user.args[1] == 0]
         self._sums = tuple(sums[:1])
 

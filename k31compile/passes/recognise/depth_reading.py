@@ -72,8 +72,6 @@ class DepthReading(Reading):
         self.name, self.region, self.sources, self.partial = name, region, tuple(sources), partial
         self.weights, self.eps, self.scale = tuple(weights), eps, scale
         self.learned: tuple[tuple[bool, ...], ...] | None = None
-        # what is learned stands in the order of the sources, which the graph around the region decides
-        self.context = ",".join(str(region.leaves.index(source.leaf)) for source in sources)
         self._hides = any(node.target in _HIDES for node in region.nodes)
 
     def substitutions(self) -> list[Substitution]:

@@ -208,11 +208,10 @@ class _Search:
         first = next(readings, None)
         if first is None:
             return _Reason(1, _describe_leaves(region.leaves))
-        key = f"{self.recogniser.name}:{region.canonical_hash}:{first.context}"
         try:
-            reading, confirmation = confirm(itertools.chain([first], readings), key)
-            self.recogniser.guards(self.flow, region, reading)
-            return _Found(confirmation, region, self._replacement(key, reading))
+            found = confirm(itertools.chain([first], readings))
+            self.recogniser.guards(self.flow, region, found.reading)
+            return _Found(found.confirmation, region, self._replacement(found.key, found.reading))
         except Mismatch as mismatch:
             return _Reason(2, str(mismatch.args[0]))
         except ValueError as error:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, Sample, allowed_bytes, relative_error
+from k31compile.graph.confirm import TOLERANCE, Mismatch, OverBudget, Reading, Sample, allowed_bytes, relative_error
 from k31compile.graph.constants import COMPARISONS, plain_floats
 from k31compile.graph.dataflow import ATEN
+from k31compile.graph.portable import portable
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, is_integer, numel_of, shape_of, shape_under, symbols_of, value_of
 from k31compile.graph.views import is_view
@@ -78,6 +79,7 @@ class ExpertOperands:
         return len(self.gate.source) > 1
 
 
+@portable
 @dataclass(frozen=True)
 class Activation:
     """The operator's options; `keeps_last` where of weights for one expert in a row only the last one counts."""
@@ -93,13 +95,9 @@ class ExpertsReading(Reading):
 
     name = "grouped_experts"
 
-    def __init__(self, region: Region, operands: ExpertOperands, distinct: bool, orders: str) -> None:
-        """One assignment, not yet confirmed; `distinct` where no row can name an expert twice.
-
-        `orders` names the matrices in every order that is tried: equal regions may stand in graphs of other orders.
-        """
+    def __init__(self, region: Region, operands: ExpertOperands, distinct: bool) -> None:
+        """One assignment, not yet confirmed; `distinct` where no row can name an expert twice."""
         self.region, self.operands, self.distinct = region, operands, distinct
-        self.context = f"distinct={distinct}:{orders}"
         self.learned: Activation | None = None
         self._outside = _numbers_outside(region, operands)
         self._bounds = bounds_among(plain_floats(region.nodes))
@@ -119,7 +117,9 @@ class ExpertsReading(Reading):
         if smaller:
             return [{**symbols, **smaller}]
         if 8 * elements > allowed_bytes() // 4:
-            raise Mismatch("its experts are too large to be run, and two of their sizes are too alike to be made small")
+            raise OverBudget(
+                "its experts are too large to be run, and two of their sizes are too alike to be made small"
+            )
         return [symbols]
 
     def _smaller(self) -> dict[int, int]:

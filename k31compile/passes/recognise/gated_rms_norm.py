@@ -78,10 +78,8 @@ class GatedRMSNormRecogniser(Recogniser):
             for eps in small_constants(region)
             for activation in ("sigmoid", "silu")
         ]
-        # The leaves' order by what is around the region: what is remembered of one region serves no other order.
-        context = repr([[region.leaves.index(leaf) for leaf in (o.x, o.gate, o.weight)] for o in found])
         for operands in found:
-            yield NormReading(region, operands, f"{norm.width}:{found[0].norm_before_gate}:{context}")
+            yield NormReading(region, operands)
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nothing: each value from the anchor to the end is read by the next alone."""

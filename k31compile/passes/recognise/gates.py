@@ -17,11 +17,6 @@ class GateForm:
     unit: float = 1.0
     is_decay: bool = False
 
-    @property
-    def context(self) -> str:
-        """What a confirmation assumed of the gate."""
-        return "decay" if self.is_decay else f"{self.unit:.6f}"
-
     def held(self, logarithms: torch.Tensor) -> torch.Tensor:
         """Natural logarithms of decays as the author holds them."""
         return logarithms.exp() if self.is_decay else logarithms / self.unit

@@ -10,6 +10,7 @@ from torch import fx
 from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading, relative_error
 from k31compile.graph.constants import plain_floats
 from k31compile.graph.dataflow import ATEN
+from k31compile.graph.portable import portable
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, numel_of, shape_of, shape_under, symbols_of, value_of
 from k31compile.kernels.expert_checks import GROUP_MAXIMUM, GROUP_TWO_BEST, SIGMOID, SOFTMAX
@@ -23,6 +24,7 @@ _SMALLEST_EPS = (1e-20, 0.0)
 _BOUNDS = {ATEN.clamp_min.default, ATEN.clamp.default, ATEN.maximum.default}
 
 
+@portable
 @dataclass(frozen=True)
 class GatingForm:
     """The options of the operator that a region may have; `eps` None where its weights are not renormalised.

@@ -95,11 +95,9 @@ class GroupedExpertsRecogniser(Recogniser):
             return
         if is_elementwise(behind_views_and_casts(anchor)) and has_arithmetic(anchor, region.nodes):
             return  # numbers half-way to the experts' may be any; the last of them are an anchor too
-        index = {leaf: i for i, leaf in enumerate(region.leaves)}
-        named = str([[[index[node] for node in source] for source in sources] for sources in orders])
         for sources in orders:
             for operands in assignments(rows, anchor, sources, out, starts[0] if starts else None):
-                yield ExpertsReading(region, operands, _are_distinct(anchor), named)
+                yield ExpertsReading(region, operands, _are_distinct(anchor))
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nobody else reads what a single expert gives."""

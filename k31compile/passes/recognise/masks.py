@@ -14,6 +14,7 @@ from torch import fx
 
 from k31compile.graph.dataflow import ATEN, Dataflow
 from k31compile.graph.layout import Layout, layouts
+from k31compile.graph.portable import portable
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import is_float, is_integer, is_tensor, shape_of, value_of
 from k31compile.graph.views import CASTS, behind_views_and_casts, is_view, same_size_base
@@ -39,6 +40,7 @@ _READS_BIAS = {
 }
 
 
+@portable
 @dataclass(frozen=True)
 class MaskLeaf:
     """A leaf that is a mask [B, T, S], or 1 for any of these: boolean, True showing a key if `shows`, or added.

@@ -62,12 +62,11 @@ class MegaKdaRecogniser(Recogniser):
         """The leaves by what they are above of, and by shape; forms that fit alike are told apart by running."""
         parts = find_parts(flow, anchor)
         found = list(itertools.islice(_assignments(flow, parts, region), _MOST_READINGS))
-        context = repr([operands.positions(region) for operands in found])
         inside = set(region.nodes)
         made = {name: anchor.args[i] for i, name in _WITH_NUMBERS} | {"core": parts.norm.args[0]}
         numbers = {name: constants_in(flow.in_order(glue_above(flow, node) & inside)) for name, node in made.items()}
         for operands in found:
-            yield MegaReading(region, parts, operands, numbers, context)
+            yield MegaReading(region, parts, operands, numbers)
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nobody else reads what is computed inside, and no operand depends on a result."""

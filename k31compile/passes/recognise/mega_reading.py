@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from k31compile.graph.confirm import TOLERANCE, Mismatch, Reading
 from k31compile.graph.evaluate import coarsest_unit, run_as_written
+from k31compile.graph.portable import portable
 from k31compile.graph.region import Region
 from k31compile.graph.sizes import Substitution, is_float, numel_of, shape_under, symbols_of, value_of
 from k31compile.passes.recognise.delta_reading import distance
@@ -48,13 +48,8 @@ class MegaOperands:
         named = {part.name: getattr(self, part.name) for part in fields(self)[1:8]}
         return {name: held for name, held in named.items() if held is not None}
 
-    def positions(self, region: Region) -> list[Any]:
-        """The same without nodes: what a confirmation assumed of the graph around the region."""
-        nodes = (*region.leaves, *region.outputs)
-        helds = [*self.given().items(), ("out", self.out), ("final", self.final)]
-        return [(name, nodes.index(held.node), held.form) for name, held in helds if held is not None]
 
-
+@portable
 @dataclass(frozen=True)
 class Constants:
     """What the runs taught: numbers of the glue, and where the author rounds."""
@@ -71,10 +66,10 @@ class Constants:
 class MegaReading(Reading):
     """Leaves read as the operands of mega_kda."""
 
-    def __init__(self, region: Region, parts: Parts, operands: MegaOperands, numbers: Numbers, context: str) -> None:
-        """One assignment, not yet confirmed; `context` is what all assignments of the region were made for."""
+    def __init__(self, region: Region, parts: Parts, operands: MegaOperands, numbers: Numbers) -> None:
+        """One assignment, not yet confirmed."""
         self.name, self.region, self.parts, self.operands = "mega_kda", region, parts, operands
-        self.numbers, self.context = numbers, context
+        self.numbers = numbers
         self.learned: Constants | None = None
 
     @property

@@ -49,10 +49,9 @@ class NormOperands:
 class NormReading(Reading):
     """Leaves read as x, gate and weight; what is learned is where the author rounds."""
 
-    def __init__(self, region: Region, operands: NormOperands, context: str) -> None:
-        """One assignment, not yet confirmed; `context` is what all assignments of the region were made for."""
+    def __init__(self, region: Region, operands: NormOperands) -> None:
+        """One assignment, not yet confirmed."""
         self.name, self.region, self.operands = "gated_rms_norm", region, operands
-        self.context = context
         self.learned: str | None = None
 
     def substitutions(self) -> list[Substitution]:

@@ -72,7 +72,7 @@ class ShortConvRecogniser(Recogniser):
         for count, operands in enumerate(assignments(region, taps.channels, taps.count)):
             if count == _MOST_READINGS:
                 return
-            yield ConvReading(region, operands, activation, f"{taps.channels} x {taps.count}")
+            yield ConvReading(region, operands, activation)
 
     def guards(self, flow: Dataflow, region: Region, reading: Reading) -> None:
         """Nobody else reads the sum before its activation; whoever reads the window keeps reading it."""

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from k31compile.graph.layout import Layout, layouts
+from k31compile.graph.portable import portable
 from k31compile.graph.sizes import shape_of
 from k31compile.passes.recognise.masks import MaskLeaf
 
@@ -20,6 +21,7 @@ _FORCED = 3
 ByLeaf = Mapping[fx.Node, torch.Tensor]
 
 
+@portable
 @dataclass(frozen=True)
 class Count:
     """An integer leaf and which letters of (batch, row) it has."""
@@ -37,6 +39,7 @@ class Count:
         return self.layout.canonical(values[self.leaf]).to(torch.int64)
 
 
+@portable
 @dataclass(frozen=True)
 class Visibility:
     """Row i of request b sees `start + slope * i + offset + per_rows * T` keys; `rows` marks where padding begins.

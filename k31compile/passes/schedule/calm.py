@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from k31compile.passes.schedule.improve import Budget
-from k31compile.passes.schedule.placing import Placement, place_within
+from k31compile.passes.schedule.placing import Placement
+from k31compile.passes.schedule.replay import replay
 
 
 def calm(placement: Placement, streams: int, budget: Budget) -> Placement:
@@ -19,10 +20,16 @@ def calm(placement: Placement, streams: int, budget: Budget) -> Placement:
         moved = False
         limit = placement.cost + placement.problem.tolerance
         for wanted in _moves(placement, streams):
-            if budget.placements < len(wanted):
+            for task in placement.problem.pinned:
+                wanted[task] = placement.stream[task]
+            first = _first_moved(placement, wanted)
+            left = len(wanted) - first
+            if left == 0:
+                continue
+            if budget.placements < left:
                 return placement
-            budget.placements -= len(wanted)
-            tried = place_within(placement.problem, placement.order, streams, limit, wanted)
+            budget.placements -= left
+            tried = replay(placement, placement.order, wanted, first, limit)
             if tried is not None and tried.is_better(placement):
                 placement, moved = tried, True
                 break
@@ -51,6 +58,12 @@ def _moves(placement: Placement, streams: int) -> Iterator[list[int]]:
             for task in run:
                 wanted[task] = to
             yield wanted
+
+
+def _first_moved(placement: Placement, wanted: list[int]) -> int:
+    """The first place of the order whose task goes to another stream."""
+    moved = (at for at, task in enumerate(placement.order) if wanted[task] != placement.stream[task])
+    return next(moved, len(placement.order))
 
 
 def _run_from(tasks: list[int], first: int, receivers: set[int]) -> list[int]:

@@ -15,6 +15,9 @@ from k31compile.passes.schedule.cost_model import CostModel
 from k31compile.passes.schedule.tasks import Task, enclose
 from k31compile.passes.schedule.work import work_of
 
+RANDOM_NUMBERS = "random numbers"
+"""The generator as memory, by a name that no node has: who draws from it changes what the next one draws."""
+
 _CASTS = {*CASTS, ATEN.to.device, ATEN.to.dtype_layout}
 
 
@@ -68,14 +71,26 @@ def written_by(node: fx.Node) -> Iterator[fx.Node]:
             yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether an operator takes random numbers, so that its place among others that do decides what it computes."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return True
+
+
 def _task(node: fx.Node, owners: dict[fx.Node, str], made: Iterable[str], costs: CostModel) -> Task:
     work = work_of(node)
     touched = dict.fromkeys(owners[source] for source in node.all_input_nodes)
+    drawn = (RANDOM_NUMBERS,) if draws(node) else ()
     return Task(
         node.name,
         costs.seconds_of(work.flops, work.bytes_moved, work.engine),
         work.engine,
         reads=tuple(name for name in touched if name not in made),
-        writes=tuple(dict.fromkeys(owners[source] for source in written_by(node))),
+        writes=tuple(dict.fromkeys((*(owners[source] for source in written_by(node)), *drawn))),
         inputs=tuple(name for name in touched if name in made),
     )

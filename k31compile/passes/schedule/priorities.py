@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Iterator
 
 import networkx as nx
@@ -38,16 +39,21 @@ def locked_levels(problem: Problem) -> list[float]:
 
 def orders(problem: Problem, streams: int) -> Iterator[tuple[int, ...]]:
     """The orders worth trying, each once: as they become ready, most urgent first by three measures, as written."""
-    found = [
-        _as_they_become_ready(problem, problem.levels, streams),
-        _most_urgent_first(problem.levels),
-        _most_urgent_first(levels_with_events(problem)),
-        _most_urgent_first(locked_levels(problem)),
-        tuple(range(len(problem.seconds))),
-    ]
+    seen: set[tuple[int, ...]] = set()
+    for order in _with_repeats(problem, streams):
+        if order not in seen:
+            seen.add(order)
+            yield order
+
+
+def _with_repeats(problem: Problem, streams: int) -> Iterator[tuple[int, ...]]:
+    yield _as_they_become_ready(problem, problem.levels, streams)
+    yield _most_urgent_first(levels_with_events(problem))
+    yield _most_urgent_first(problem.levels)
+    yield _most_urgent_first(locked_levels(problem))
+    yield tuple(range(len(problem.seconds)))
     if len(problem.seconds) <= _FEW_TASKS:
-        found += itertools.islice(_all_orders(problem), _ORDERS_OF_FEW)
-    yield from dict.fromkeys(found)
+        yield from itertools.islice(_all_orders(problem), _ORDERS_OF_FEW)
 
 
 def _all_orders(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -64,30 +70,25 @@ def _most_urgent_first(levels: list[float]) -> tuple[int, ...]:
 def _as_they_become_ready(problem: Problem, levels: list[float], streams: int) -> tuple[int, ...]:
     """The order of starts on so many streams whose events cost nothing: the most urgent that is ready comes first."""
     missing = [len(earlier) for earlier in problem.before]
-    ready = [(-levels[task], task) for task, count in enumerate(missing) if count == 0]
-    heapq.heapify(ready)
+    ready: dict[int, list[tuple[float, int]]] = {lock: [] for lock in problem.lock}
+    for task, count in enumerate(missing):
+        if count == 0:
+            heapq.heappush(ready[problem.lock[task]], (-levels[task], task))
     running: list[tuple[float, int]] = []
     busy: set[int] = set()
     order: list[int] = []
     now = 0.0
-    while ready or running:
-        kept: list[tuple[float, int]] = []
-        while ready and len(running) < streams:
-            entry = heapq.heappop(ready)
-            task = entry[1]
-            if problem.lock[task] in busy:
-                kept.append(entry)
-                continue
+    while len(order) < len(missing):
+        while len(running) < streams and (heaps := [ready[lock] for lock in ready if ready[lock] and lock not in busy]):
+            _, task = heapq.heappop(min(heaps, key=operator.itemgetter(0)))
             if problem.lock[task] >= 0:
                 busy.add(problem.lock[task])
             heapq.heappush(running, (now + problem.seconds[task], task))
             order.append(task)
-        for entry in kept:
-            heapq.heappush(ready, entry)
         now, ended = heapq.heappop(running)
         busy.discard(problem.lock[ended])
         for other in problem.after[ended]:
             missing[other] -= 1
             if missing[other] == 0:
-                heapq.heappush(ready, (-levels[other], other))
+                heapq.heappush(ready[problem.lock[other]], (-levels[other], other))
     return tuple(order)

@@ -1,30 +1,36 @@
-"""The scheduler: list scheduling on the critical path over several priorities, then a small local search."""
+"""The scheduler: list scheduling by several priorities, then a local search, window by window where there are many."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 from k31compile.errors import ScheduleError
 from k31compile.passes.schedule.calm import calm
 from k31compile.passes.schedule.improve import Budget, improve
-from k31compile.passes.schedule.placing import Placement, Problem, on_one_stream, place
+from k31compile.passes.schedule.list_placing import place
+from k31compile.passes.schedule.placing import Placement, Problem
 from k31compile.passes.schedule.priorities import orders
+from k31compile.passes.schedule.replay import on_one_stream, place_as
 from k31compile.passes.schedule.schedule import MAX_STREAMS, Schedule
-from k31compile.passes.schedule.segments import cut_into_segments, part_of
 from k31compile.passes.schedule.tasks import TaskGraph
+from k31compile.passes.schedule.windows import improve_in_windows
 
-# Tasks that the local search may place for each number of streams: a few tenths of a second.
-SEARCH = 40_000
+# Tasks that the local search may place for each number of streams and each window of the program, and in all windows.
+SEARCH, _SEARCH_OF_ALL = 40_000, 800_000
 
-# Of the placements of one part so many of the best are improved.
-_STARTS = 5
+# Up to so many tasks are searched as one, beginning with some of the best placements.
+_FEW, _STARTS = 60, 5
 
-# Up to so many tasks are also scheduled as one part.
-_FEW = 60
+# Of so many tasks only the first order is tried, so that it stays a matter of seconds.
+_MANY = 5_000
 
-# Of so many tasks only the first few orders are tried, so that it stays a matter of seconds.
-_MANY, _ORDERS_OF_MANY = 5_000, 2
+# How many times its price an event has to win for a task to start earlier, in the placements that are begun with.
+_PATIENCE = (0.0, 1.0, 2.0)
+
+# A number of streams is left out where its placement costs so many times that of another one to begin with.
+_HOPELESS = 1.05
 
 
 def schedule_tasks(
@@ -32,18 +38,17 @@ def schedule_tasks(
 ) -> Schedule:
     """Put the tasks on at most so many streams; never predicted to take longer than one stream does.
 
-    The program is cut where that does not lengthen its longest chain, equal parts are scheduled once, and then events
-    that win next to nothing are taken out. An engine that takes one task at a time serves those first that ask first;
-    where another should have it, an event holds the earlier one back, and collectives are always in one order. Another
-    stream is used only where it makes the prediction shorter, and only events that nothing else implies are kept. The
-    same graph always gives the same schedule.
+    The tasks are placed one after the other, and then a few of them at a time are moved while that helps. An engine
+    that takes one task at a time serves those first that ask first; where another should have it, an event holds the
+    earlier one back, and collectives are always in one order. Another stream is used only where it makes the prediction
+    shorter, and only events that nothing else implies are kept. The same graph always gives the same schedule.
 
     Args:
         graph: what to schedule.
         event_seconds: from the end of a task to the start of one on another stream that waits for it.
         streams: the most that may be used, 1 to 4.
-        search: how many tasks the local search may place for each part and number of streams; it ends earlier where
-            no single move helps.
+        search: how many tasks the local search may place for each number of streams and each window of a program that
+            has many; it ends earlier where no single move helps.
         price: the seconds that an event has to win, since it is work for two streams besides the wait; as much as an
             event takes unless said otherwise. With 0 the prediction alone counts.
 
@@ -60,52 +65,43 @@ def schedule_tasks(
     problem = Problem.of(graph, event_seconds, price)
     serial = on_one_stream(problem)
     best = _best(problem, streams, search) if streams > 1 and len(graph.tasks) > 1 else serial
+    best = _enter_where_it_returns(best)
     if not best.is_better(serial):
         best = serial
     return _as_schedule(graph, problem, best)
 
 
 def _best(problem: Problem, streams: int, search: int) -> Placement:
-    """The best placement that is found: part by part, and for a small program as a whole, too."""
-    segments = cut_into_segments(problem)
-    if len(segments) == 1:
-        return _best_of_one(problem, streams, search)
-    order: list[int] = []
-    wanted = [0] * len(problem.seconds)
-    known: dict[Problem, Placement] = {}
-    for segment in segments:
-        part = part_of(problem, segment)
-        if part not in known:
-            known[part] = _best_of_one(part, streams, search)
-        placed = known[part]
-        inside = [task - 1 + segment.start for task in placed.order if task not in part.pinned]
-        order += inside
-        for task in inside:
-            wanted[task] = placed.stream[task - segment.start + 1]
-    joined = place(problem, order, streams, wanted)
-    if len(problem.seconds) > _FEW:
-        return joined
-    whole = _best_of_one(problem, streams, search)
-    return min((joined, whole), key=lambda placement: (placement.cost, len(placement.events)))
-
-
-def _best_of_one(problem: Problem, streams: int, search: int) -> Placement:
+    """The best placement that is found on so many streams or fewer."""
     best = on_one_stream(problem)
-    for width in range(2, min(streams, len(problem.seconds)) + 1):
+    listed = {width: _listed(problem, width) for width in range(2, min(streams, len(problem.seconds)) + 1)}
+    least = min((found[0].cost for found in listed.values()), default=0.0)
+    for width, found in listed.items():
         if best.is_at_the_bound:
             break
-        tried = _best_on(problem, width, Budget(search))
+        if len(problem.seconds) <= _FEW:
+            tried = _best_of_few(problem, found, width, search)
+        elif found[0].cost <= _HOPELESS * least:
+            tried = improve_in_windows(found[0], width, search, _SEARCH_OF_ALL)
+        else:
+            continue
         if tried.is_better(best):
             best = tried
     return calm(best, streams, Budget(search))
 
 
-def _best_on(problem: Problem, streams: int, budget: Budget) -> Placement:
-    """The best placement that is found on so many streams or fewer."""
-    tried = itertools.islice(orders(problem, streams), _ORDERS_OF_MANY if len(problem.seconds) > _MANY else None)
-    found = [place(problem, order, streams) for order in tried]
-    found.sort(key=lambda placement: (placement.cost, placement.streams))
-    best = found[0]
+def _enter_where_it_returns(placement: Placement) -> Placement:
+    """The placement with the caller's entry, which takes no time, on the stream of its return: that is the caller's."""
+    problem, stream = placement.problem, placement.stream
+    is_entry = bool(stream) and problem.seconds[0] == problem.seconds[-1] == 0.0 and all(problem.before[1:])
+    if not is_entry or stream[0] == stream[-1]:
+        return placement
+    return place_as(problem, placement.order, [stream[-1], *stream[1:]])
+
+
+def _best_of_few(problem: Problem, found: Sequence[Placement], streams: int, search: int) -> Placement:
+    """The best that a search finds from some of the placements; all of it has one budget."""
+    best, budget = found[0], Budget(search)
     for start in found[:_STARTS]:
         if start is not found[0] and best.is_at_the_bound:
             break
@@ -113,6 +109,22 @@ def _best_on(problem: Problem, streams: int, budget: Budget) -> Placement:
         if improved.is_better(best):
             best = improved
     return best
+
+
+def _listed(problem: Problem, streams: int) -> list[Placement]:
+    """What list scheduling gives, the best one in front."""
+    tried = itertools.islice(orders(problem, streams), 1 if len(problem.seconds) > _MANY else None)
+    return sorted((_list(problem, order, streams) for order in tried), key=_rank)
+
+
+def _list(problem: Problem, order: Sequence[int], streams: int) -> Placement:
+    """The best of the placements of one order that avoid events more and less."""
+    waits = dict.fromkeys(problem.price * times for times in _PATIENCE)
+    return min((place(problem, order, streams, patience) for patience in waits), key=_rank)
+
+
+def _rank(placement: Placement) -> tuple[float, int]:
+    return placement.cost, placement.streams
 
 
 def _as_schedule(graph: TaskGraph, problem: Problem, placement: Placement) -> Schedule:

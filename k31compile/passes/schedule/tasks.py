@@ -117,6 +117,15 @@ class TaskGraph:
                 yield self.tasks[other].name, self.tasks[place].name
 
     @property
+    def callers(self) -> frozenset[int]:
+        """The places of the caller's entry and return (`enclose`), which are both on his stream; empty without them."""
+        if len(self.tasks) < 2:
+            return frozenset()
+        first, *inside, last = self.tasks
+        is_around = all(first.name in task.inputs for task in (*inside, last))
+        return frozenset((0, len(self.tasks) - 1)) if is_around and first.seconds == 0 == last.seconds else frozenset()
+
+    @property
     def serial(self) -> float:
         """The seconds of all tasks one after the other."""
         return math.fsum(task.seconds for task in self.tasks)

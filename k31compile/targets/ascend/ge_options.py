@@ -9,11 +9,16 @@ from typing import Any
 
 
 def ge_config() -> Any:
-    """torchair's CompilerConfig: weights do not move, so that GE may keep what it makes of them alone."""
+    """torchair's CompilerConfig: weights do not move, and the operators of one stream stay in the order of the graph.
+
+    No edge of data leads from who reads a cache to who writes it next: in GE's own order, depth first, the write may
+    come first.
+    """
     from torchair.configs.compiler_config import CompilerConfig
 
     config = CompilerConfig()
     config.experimental_config.frozen_parameter = True
+    config.experimental_config.topology_sorting_strategy = "StableRDFS"
     return config
 
 

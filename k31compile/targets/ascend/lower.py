@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -21,7 +20,7 @@ from k31compile.graph.sizes import value_of
 from k31compile.graph.source import source_line
 from k31compile.graph.views import COPIES, is_view
 from k31compile.targets.ascend.converters import refuse_without_converter
-from k31compile.targets.ascend.decompositions import coordinates_along, decomposition_table
+from k31compile.targets.ascend.decompositions import decomposition_table
 from k31compile.targets.ascend.fuse_rms_norm import fuse_rms_norms
 from k31compile.targets.ascend.indexer_weights import narrow_indexer_weights
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
@@ -29,9 +28,11 @@ from k31compile.targets.ascend.own_operators import Place, states_lie_in
 from k31compile.targets.ascend.profiles import Profile
 from k31compile.targets.ascend.share_equal import drop_dead_copies, share_equal_calls
 from k31compile.targets.ascend.state_places import find_state_places
+from k31compile.targets.ascend.writes import refuse_writes_into_views, write_along, write_part, write_rows
 from k31compile.targets.reinplace import reinplace_cache_writes
 
-_WRITES = (ATEN.index_put_.default, ATEN.index_copy_.default)
+_FUNCTIONAL = {ATEN.scatter_.src: ATEN.scatter.src, ATEN.scatter_.value: ATEN.scatter.value}
+_WRITES = (ATEN.index_put_.default, ATEN.index_copy_.default, ATEN.copy_.default, *_FUNCTIONAL)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
     # With what the model's lines were, which every node of a formula then has.
     with FakeTensorMode(), torch.no_grad(), fx_traceback.preserve_node_meta():
         inputs = tuple(_like(value_of(node)) for node in module.graph.find_nodes(op="placeholder"))
-        lowered = make_fx(lowering.run, decomposition_table=decomposition_table(), tracing_mode="real")(*inputs)
+        lowered = lowering.trace(inputs)
         drop_dead_copies(lowered.graph)
         share_equal_calls(lowered.graph)
         fuse_rms_norms(lowered.graph, profile)
@@ -64,6 +65,7 @@ def lower(module: fx.GraphModule, profile: Profile) -> Lowered:
     lowered.recompile()
     if profile.path == "ge":
         refuse_without_converter(lowered.graph)
+        refuse_writes_into_views(lowered.graph)
     return Lowered(lowered, inputs, tuple(lowering.decisions))
 
 
@@ -83,11 +85,32 @@ class _Lowering(fx.Interpreter):
         self.decisions: list[Decision] = []
         self.places = find_state_places(module.graph)
         self._needless: set[fx.Node] = set()
+        self._caches: dict[fx.Node, Any] = {}
         self._node: fx.Node | None = None
+
+    def trace(self, inputs: Sequence[Any]) -> fx.GraphModule:
+        """The lowered graph.
+
+        Raises:
+            TargetError: a size or a number in it depends on the values of a tensor.
+        """
+        try:
+            return make_fx(self.run, decomposition_table=decomposition_table(), tracing_mode="real")(*inputs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            assert self._node is not None
+            raise TargetError(
+                f"what {error.func} gives depends on the values of a tensor, and graphs for {self.profile.name} are of "
+                "fixed sizes and numbers",
+                source_line(self._node),
+                "write it with masks of fixed sizes, such as torch.where, or keep it out of the compiled function",
+            ) from None
 
     def run_node(self, n: fx.Node) -> Any:
         self._node = n
-        return super().run_node(n)
+        result = super().run_node(n)
+        if n.op == "placeholder":
+            self._caches[n] = result
+        return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(kwargs.get("device"), torch.device):
@@ -97,12 +120,8 @@ class _Lowering(fx.Interpreter):
             return self._lower(target._opname, args, kwargs)
         if self._node in self._needless:
             return args[0]
-        write = {
-            ATEN.index_put_.default: lambda *one: self._write_rows(one),
-            ATEN.index_copy_.default: self._write_along,
-        }
-        if target in write:
-            written = write[target](*args)
+        if target in _WRITES:
+            written = self._write(target, args, kwargs)
             if written is not None:
                 return written
         return super().call_function(target, args, kwargs)
@@ -123,85 +142,78 @@ class _Lowering(fx.Interpreter):
         # What follows was decided on the strides that the operator itself gives.
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
 
-    def _write_along(self, cache: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
-        """A write along one dimension of a cache, as one scatter in place; None where it is no input of the graph."""
-        base = self._cache()
-        if base is None or base.shape != cache.shape or not _is_all_of(cache, base):
+    def _write(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A write into an input of the graph, maybe through views, as one in place on the input; None for others."""
+        assert self._node is not None
+        found = self._written_input()
+        if found is None or kwargs:
             return None
-        dim %= cache.dim()
-        places = coordinates_along(cache.shape[:dim], index)
-        rows = source.reshape(places.shape[0], *cache.shape[dim + 1 :]).to(cache.dtype)
-        return torch.ops.npu.npu_scatter_nd_update_(base, places, rows)
-
-    def _write_rows(self, args: Sequence[Any]) -> Any:
-        """A write of rows into a cache, or into a view of one that joins its first dimensions, as one scatter in place.
-
-        torchair converts no index_put; a scatter names (block, offset) where the view counted slots.
-        """
-        written, indices, values, *accumulate = args
-        base = self._cache()
-        # A mask, which uint8 is too, names no places.
-        are_places = all(index is not None and index.dtype in (torch.int32, torch.int64) for index in indices)
-        if base is None or any(accumulate) or not are_places:
+        cache, views = found
+        base = self._caches[cache]
+        if target is ATEN.index_put_.default:
+            written, indices, values, *accumulate = args
+            updated = None if any(accumulate) else write_rows(base, written, indices, values)
+        elif target is ATEN.index_copy_.default:
+            updated = write_along(base, *args)
+        elif target is ATEN.copy_.default:
+            updated = write_part(base, args[0], args[1]) if views else None
+        else:
+            # What has a converter is the scatter that makes a new value.
+            updated = write_part(base, args[0], _FUNCTIONAL[target](*args))
+        if updated is None:
             return None
-        indices = torch.broadcast_tensors(*indices)
-        places = _places_in(base, written, indices)
-        if places is None:
-            return None
-        rows = values.expand(*indices[0].shape, *written.shape[len(indices) :])
-        rows = rows.reshape(places.shape[0], *base.shape[places.shape[1] :])
-        updated = torch.ops.npu.npu_scatter_nd_update_(base, places, rows.to(base.dtype))
-        return updated.view(written.shape)
+        # Who reads the cache or a view of it from here on reads what the write gives: in GE a view made before is old.
+        self._renew(cache, updated)
+        return self._again(views, updated)
 
-    def _cache(self) -> torch.Tensor | None:
-        """The input that the write at hand writes, maybe through views and after other writes; None for a value."""
-        node = self._node.args[0] if self._node is not None else None
+    def _written_input(self) -> tuple[fx.Node, list[fx.Node]] | None:
+        """The input that the write at hand writes, and the views through which it does; None for a value."""
+        assert self._node is not None
+        views: list[fx.Node] = []
+        node = self._node.args[0]
         while isinstance(node, fx.Node) and node.op != "placeholder":
-            is_same_memory = node.target in _WRITES or (is_view(node) and node.target not in COPIES)
-            node = node.args[0] if is_same_memory else None
-        return self.env[node] if isinstance(node, fx.Node) else None
+            if node.target not in _WRITES:
+                if not is_view(node) or node.target in COPIES:
+                    return None
+                views.insert(0, node)
+            node = node.args[0]
+        return (node, views) if isinstance(node, fx.Node) else None
 
+    def _renew(self, node: fx.Node, value: Any) -> None:
+        """Put a value in the place of one that was written, and take all views of it anew."""
+        self.env[node] = value
+        for user in node.users:
+            is_same = user in self.env and bool(user.args) and user.args[0] is node
+            if is_same and user.target in _WRITES:
+                self._renew(user, value)
+            elif is_same and is_view(user) and user.target not in COPIES:
+                self._renew(user, self._again([user], value))
 
-def _places_in(base: torch.Tensor, view: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """[N, dims]: where in a cache the places lie that are named by the first dimensions of a view of it.
-
-    None where the view is not the whole cache in its order, or a place in it is no row of the cache.
-    """
-    count, size = len(indices), view.shape
-    dims = base.dim() - len(size) + count
-    if dims < 1 or base.shape[dims:] != size[count:] or not _is_all_of(view, base):
-        return None
-    if count == 1:
-        return unravel(indices[0].reshape(-1), base.shape[:dims])
-    columns = [torch.remainder(index.reshape(-1), size[i]) for i, index in enumerate(indices)]
-    if size == base.shape:
-        return torch.stack(columns, dim=1)
-    flat = columns[0]
-    for i, column in enumerate(columns[1:], start=1):
-        flat = flat * size[i] + column
-    return unravel(flat, base.shape[:dims])
-
-
-def _is_all_of(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether a view is all of its base in the same order: no part of it, and nothing transposed."""
-    same = view.shape == base.shape and view.stride() == base.stride()
-    return view.numel() == base.numel() and (same or (view.is_contiguous() and base.is_contiguous()))
-
-
-def unravel(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """[N, len(shape)]: the coordinates of flat positions; one below 0 counts from the end, as an index does."""
-    flat = torch.remainder(flat, math.prod(shape))
-    columns = []
-    for size in reversed(shape[1:]):
-        columns.append(torch.remainder(flat, size))
-        flat = torch.div(flat, size, rounding_mode="floor")
-    return torch.stack([flat, *reversed(columns)], dim=1)
+    def _again(self, views: Sequence[fx.Node], cache: torch.Tensor) -> Any:
+        """The same views of a cache that was written."""
+        value: Any = cache
+        for view in views:
+            args, kwargs = self.fetch_args_kwargs_from_env(view)
+            value = view.target(value, *args[1:], **kwargs)  # type: ignore[operator]
+        return value
 
 
 def _move_constants(graph: fx.Graph) -> None:
     """What the graph makes out of nothing is made on the device: the trace ran with tensors of another one."""
-    for node in graph.nodes:
-        if isinstance(node.kwargs.get("device"), torch.device):
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            _move_constant(graph, node)
+        elif isinstance(node.kwargs.get("device"), torch.device):
             # make_fx says pin_memory=False, which torchair's converters have no word for
             kept = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}
             node.kwargs = {**kept, "device": torch.device("npu")}
+
+
+def _move_constant(graph: fx.Graph, node: fx.Node) -> None:
+    """A tensor that the model's lines have in them, such as `torch.tensor([1.0, 2.0])`, is copied to the device."""
+    with graph.inserting_after(node):
+        moved = graph.call_function(ATEN._to_copy.default, (node,), {"device": torch.device("npu")})
+    moved.meta = dict(node.meta)
+    for user in list(node.users):
+        if user is not moved:
+            user.replace_input_with(node, moved)

@@ -14,11 +14,8 @@ import torch
 from torch import fx
 
 from k31compile.errors import NativeError
+from k31compile.targets.native.load import EXTERNS, LIBRARY
 from k31compile.targets.native.prepare import Plan, prepare
-
-LIBRARY = "library.so"
-EXTERNS = "library.json"
-"""The runner looks for the calls beside the library, under its name."""
 
 
 def build_native(module: fx.GraphModule, example_inputs: Sequence[Any], folder: Path) -> Plan:
@@ -48,7 +45,8 @@ def _writes(module: fx.GraphModule) -> bool:
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], scratch: Path) -> Path:
     from torch._inductor.compile_fx import compile_fx_aot
 
-    patches = {"aot_inductor.output_path": f"{scratch}/", "aot_inductor.package": False}
+    # A dictionary of its own, since Inductor writes into the one of the configuration.
+    patches = {"aot_inductor.output_path": f"{scratch}/", "aot_inductor.package": False, "aot_inductor.metadata": {}}
     try:
         # Under autocast this is where the casts come into the graph.
         with warnings.catch_warnings(), torch.no_grad():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import fx
 
 from k31compile.errors import ScheduleError
 from k31compile.passes.schedule.schedule import Schedule
 from k31compile.targets.streams.merge import compile_part
-from k31compile.targets.streams.parts import Part, cut_part, cut_returned, owner_of, refuse_hidden_views
+from k31compile.targets.streams.parts import Part, cut_part, cut_returned, owner_of, refuse_hidden_views, written_by
 from k31compile.targets.streams.plan import Unit, plan_streams
 
 
@@ -24,6 +25,7 @@ class CutGraph:
         parts: for each unit that has nodes its function; that of a super kernel is compiled.
         returned: what the graph returns, as a function of inputs and results.
         touched: for each task the inputs, constants and results whose memory it reads or writes, its own included.
+        written: the inputs and constants that a task writes in place.
     """
 
     def __init__(self, module: fx.GraphModule, schedule: Schedule, is_merging: bool) -> None:
@@ -38,6 +40,8 @@ class CutGraph:
         self.tasks = {node for units in self.plan.streams for unit in units for node in unit.nodes}
         self.returned = cut_returned(module.graph.output_node(), self.tasks)
         self.touched = {node.name: self._owners(node) for node in self.tasks}
+        written = (owner_of(source, self.tasks) for node in self.tasks for source in written_by(node))
+        self.written = frozenset(written) - self.tasks
         self._readers: dict[fx.Node, set[str]] = {}
         for name, owners in self.touched.items():
             for owner in owners:
@@ -58,6 +62,22 @@ class CutGraph:
             values[node] = attrgetter(str(node.target))(self._module)
         return values
 
+    def is_entangled(self, given: Mapping[fx.Node, Any]) -> bool:
+        """Whether an input or constant that is written may lie in the memory of another one.
+
+        Tasks that use the one and the other are in no order then: a schedule takes them to be apart.
+        """
+        spans = {node: _span(value) for node, value in given.items() if isinstance(value, torch.Tensor)}
+        return any(
+            other is not node and spans[node][0] < end and begin < spans[node][1]
+            for node in self.written
+            for other, (begin, end) in spans.items()
+        )
+
+    def run_as_written(self, *inputs: Any) -> Any:
+        """The graph node by node in the order of the program."""
+        return self._module.forward(*inputs)
+
     def _owners(self, node: fx.Node) -> tuple[fx.Node, ...]:
         sources = (*node.all_input_nodes, node)
         return tuple(dict.fromkeys(owner_of(source, self.tasks) for source in sources))
@@ -70,3 +90,12 @@ class CutGraph:
 
         part = cut_part(unit.nodes, self.tasks, is_read_outside)
         return compile_part(part) if unit.is_merged else part
+
+
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to behind its last one; none where it has no elements."""
+    begin = value.data_ptr()
+    if not value.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return begin, begin + (last + 1) * value.element_size()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 
 from k31compile.targets.streams.parts import Part
@@ -17,11 +18,12 @@ def compile_part(part: Part) -> Part:
     """The part with a compiled call; what it writes in place is written in place by that too.
 
     Inductor takes inputs of a graph to be apart. Where a call gives memory that is written a second time under another
-    name, the part runs operator by operator, as it is written.
+    name, the part runs operator by operator, as it is written. Random numbers are those of the operators themselves:
+    Inductor's own generator gives others.
     """
     module = copy.deepcopy(part.module)
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with torch.no_grad():
+    with torch.no_grad(), inductor_config.patch(fallback_random=True):
         compiled: Any = compile_fx(module, examples)
     return replace(part, run=_guarded(part.module, compiled, part.written) if part.written else compiled)
 

@@ -1,0 +1,136 @@
+"""The weights of an artefact: by reference to the checkpoint that they came from, the others written beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from k31compile.cache.artefact.weight_files import relative_places
+from k31compile.errors import ArtefactError
+from k31compile.store import sha256_of
+from k31compile.weights.checkpoint import open_checkpoint
+from k31compile.weights.record import ND
+
+SOURCE = "weights_source"
+"""The attribute of a model that names the folder its weights were loaded from."""
+
+
+@dataclass
+class WeightTable:
+    """Names of tensors, and in which file each is: what the manifest has, and where the files lie."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: torch.Tensor, entry: str, is_written: bool) -> str:
+        """Take a tensor in and return its name: its own, unless another model of the list has that."""
+        known = self._names.get(id(tensor))
+        if known is None:
+            known = name if name not in self.tensors else f"{entry}/{name}"
+            self._names[id(tensor)] = known
+            self.tensors[known] = tensor
+        if is_written:
+            self.written.add(known)
+        return known
+
+    def file_them(self, sources: Iterable[Path], chosen: Path | None, beside: Path) -> Filed:
+        """Find each tensor in a checkpoint, and write what is in none of them into one file.
+
+        `sources` are tried as they are; what `chosen` has under the name of a tensor must be that tensor.
+
+        Raises:
+            ArtefactError: it is not, or a tensor has no values.
+        """
+        filed = Filed()
+        self._check_values()
+        left = dict(self.tensors)
+        for place in [*([chosen] if chosen is not None else []), *sources]:
+            for name, path, shown in _same_in(place, left, must=place == chosen):
+                filed.put(name, path, shown, left.pop(name), name in self.written)
+        if left:
+            _write(left, beside)
+            for name, tensor in left.items():
+                filed.put(name, beside, name, tensor, name in self.written)
+        filed.own = len(left)
+        return filed
+
+    def _check_values(self) -> None:
+        for name, tensor in self.tensors.items():
+            if tensor.device.type != "cpu":
+                raise ArtefactError(f"the weight {name} is on {tensor.device}", hint="load the model onto the CPU")
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                raise ArtefactError(f"the weight {name} is a {type(tensor).__name__}, not a plain tensor")
+
+
+@dataclass
+class Filed:
+    """Files of weights, and the tensors in them as the manifest has them."""
+
+    files: list[Path] = field(default_factory=list)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    own: int = 0
+
+    def put(self, name: str, path: Path, shown: str, tensor: torch.Tensor, written: bool) -> None:
+        """Note that a tensor is in a file under a name."""
+        if path not in self.files:
+            self.files.append(path)
+        self.tensors[name] = {
+            "file": self.files.index(path),
+            "name": shown,
+            "strides": list(tensor.stride()),
+            "written": written,
+        }
+
+    def to_data(self) -> list[dict[str, Any]]:
+        """The files by name, size and hash."""
+        return [{"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in self.files]
+
+    def places(self, artefact: Path) -> dict[str, list[str]]:
+        """Where they lie now."""
+        return {path.name: relative_places(path, artefact) for path in self.files}
+
+
+def _same_in(place: Path, wanted: dict[str, torch.Tensor], must: bool) -> Iterator[tuple[str, Path, str]]:
+    """Name, file and name in the file of each tensor that a checkpoint has, byte for byte."""
+    found = []
+    for shard, stored in open_checkpoint(place).tensors():
+        tensor = wanted.get(stored.name)
+        if tensor is None or shard.layout_of(stored).layout != ND:
+            continue
+        with safe_open(shard.file.path, framework="pt") as opened:
+            if _same(opened.get_tensor(stored.name), tensor):
+                found.append((stored.name, shard.file.path, stored.name))
+            elif must:
+                raise ArtefactError(
+                    f"{stored.name} there is not the {stored.name} of the model",
+                    str(shard.file.path),
+                    hint="load the model from these weights, or leave --weights out",
+                )
+    yield from found
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    both = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (left, right)]
+    return torch.equal(*both)
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write tensors row by row; a file that holds just these stays as it is, since an artefact may refer to it."""
+    own = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file(own, partial)
+        if not path.is_file() or sha256_of(path) != sha256_of(partial):
+            partial.chmod(0o644)
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,132 @@
+"""One entry of an artefact: its promise, checked at each call, and the library that computes it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from k31compile.cache.artefact import conditions
+from k31compile.cache.artefact.arguments import Matcher
+from k31compile.cache.artefact.flags import check_flags
+from k31compile.cache.artefact.results import TENSORS, places_of, result_maker
+from k31compile.cache.artefact.signature import bind, signature_from
+from k31compile.cache.artefact.tensors import Mismatch, TensorCheck, TensorPromise, extent
+from k31compile.targets.native.load import load_native
+
+
+class Program:
+    """An entry that is loaded and can be called."""
+
+    def __init__(self, data: Mapping[str, Any], folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        self.name: str = data["name"]
+        self.mode: str = data["mode"]
+        self.data = data
+        self.signature: inspect.Signature = signature_from(data["parameters"])
+        bounds = {name: (low, high) for name, (low, high) in data["sizes"].items()}
+        self.promises = [TensorPromise.from_data(one) for one in data["tensors"]]
+        self.is_dynamic = bool(bounds)
+        self.bounds = bounds
+        self._flags = data["flags"]
+        self._checks = [TensorCheck(promise, bounds, data["declared"]) for promise in self.promises]
+        self._matcher = Matcher(data["tree"], [promise.told() for promise in self.promises])
+        self._conditions = data["conditions"]
+        self._written = [number for number, promise in enumerate(self.promises) if promise.written]
+        self._inputs: list[Any] = [weights.get(source.get("weight")) for source in data["inputs"]]
+        self._tensors = [(i, one["tensor"]) for i, one in enumerate(data["inputs"]) if "tensor" in one]
+        self._sizes = [(i, *one["size"]) for i, one in enumerate(data["inputs"]) if "size" in one]
+        self._call = load_native(folder, data["plan"])
+        self._result = result_maker(data["result"])
+
+    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """The arguments of a call by name and the tensors in them.
+
+        Raises:
+            Mismatch: the call is not as promised.
+        """
+        try:
+            arguments = bind(self.signature, args, kwargs)
+        except TypeError as error:
+            raise Mismatch("the call", f"does not fit: {error}", str(self.signature)) from error
+        tensors = self._matcher.take(arguments)
+        self.check(tensors)
+        return arguments, tensors
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise Mismatch unless the tensors of a call, and the flags that it is made under, are as promised."""
+        sizes: dict[str, int] = {}
+        for check, tensor in zip(self._checks, tensors, strict=True):
+            check(tensor, sizes)
+        for condition in self._conditions:
+            if not conditions.value_of(condition, sizes):
+                found = ", ".join(f"{name} {size}" for name, size in sizes.items())
+                raise Mismatch("the sizes", f"are {found}", conditions.told(condition))
+        self._check_sharing(tensors)
+        check_flags(self._flags)
+        if torch.is_grad_enabled():
+            self._check_gradients(tensors)
+
+    def run(self, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Compute what was checked by `take`."""
+        outputs, inputs = self.compute(tensors)
+        return self._result(outputs, inputs, {**arguments, TENSORS: tensors})
+
+    def compute(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        """The outputs of the graph, and its inputs, for tensors that were checked."""
+        inputs = list(self._inputs)
+        for place, number in self._tensors:
+            inputs[place] = tensors[number]
+        for place, number, dim in self._sizes:
+            inputs[place] = tensors[number].shape[dim]
+        with torch.no_grad():
+            return self._call(*inputs), inputs
+
+    def named_results(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], tensors: Sequence[torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of a result by where they stand in it."""
+        values = {"output": outputs, "input": inputs, "tensor": tensors}
+        return [(path, values[kind][place]) for path, kind, place in places_of(self.data["result"])]
+
+    def _check_sharing(self, tensors: Sequence[torch.Tensor]) -> None:
+        first: dict[int, int] = {}
+        for number, (tensor, promise) in enumerate(zip(tensors, self.promises, strict=True)):
+            same = first.setdefault(id(tensor), number)
+            if same != (number if promise.same is None else promise.same):
+                other = self.promises[same if promise.same is None else promise.same].path
+                if promise.same is None:
+                    raise Mismatch(promise.path, f"is the same tensor as {other}", "a tensor of its own")
+                raise Mismatch(promise.path, f"is another tensor than {other}", "the same one, as at compile")
+        if not self._written:
+            return
+        spans = sorted(
+            (*extent(tensor), number) for number, tensor in enumerate(tensors) if first[id(tensor)] == number
+        )
+        self._check_overlap(spans)
+
+    def _check_overlap(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Raise where memory that the graph writes to is also that of another tensor; spans by their begin."""
+        furthest: dict[bool, tuple[int, int]] = {True: (-1, -1), False: (-1, -1)}  # written -> (end, number)
+        for begin, end, number in spans:
+            if begin == end:
+                continue
+            written = self.promises[number].written
+            for other_written, (other_end, other) in furthest.items():
+                if begin < other_end and (written or other_written):
+                    raise Mismatch(
+                        self.promises[number].path,
+                        f"shares memory with {self.promises[other].path}",
+                        "memory of its own, since the call writes to one of them",
+                    )
+            if end > furthest[written][0]:
+                furthest[written] = (end, number)
+
+    def _check_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Where gradients are on and nothing wants one, nothing is recorded either way."""
+        for tensor, promise in zip(tensors, self.promises, strict=True):
+            if tensor.requires_grad:
+                allowed = f"a call under torch.{self.mode}(), as at compile"
+                raise Mismatch(promise.path, "wants gradients and gradients are on", allowed)
