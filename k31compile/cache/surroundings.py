@@ -109,6 +109,9 @@ _SAYS_ONLY = (
 )
 
 
+_WRITTEN = ("aot_inductor.metadata",)  # by AOTInductor itself, once it has built something
+
+
 def inductor_digest() -> str:
     """A digest of Inductor's configuration for a CPU, wherever a value of it came from.
 
