@@ -105,7 +105,8 @@ class Entry:
     def _step(self, holder: Any, key: str, path: str) -> Any:
         index: Any = int(key) if key.isdecimal() else key
         try:
-            return holder[index] if isinstance(holder, Mapping | list | tuple) else getattr(holder, key)
+            is_indexed = isinstance(holder, Mapping) or (isinstance(holder, list | tuple) and key.isdecimal())
+            return holder[index] if is_indexed else getattr(holder, key)  # a named tuple has names, too
         except (KeyError, IndexError, TypeError, AttributeError):
             raise self._wrong(f"dynamic names {path!r}, and there is no {key!r} in the arguments") from None
 

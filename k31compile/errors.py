@@ -95,6 +95,14 @@ class CallError(K31Error):
     default_hint = "repair the model or the arguments of its Entry; --debug shows the traceback"
 
 
+class WarmFileError(K31Error):
+    """A file of what is to be warmed that cannot be read, or says something that nobody understands."""
+
+    code = "K31-0108"
+    exit_code = 2
+    default_hint = "docs/warm.md shows a k31.toml with all that it may say"
+
+
 class TraceError(K31Error):
     """A graph that could not be turned into functional ATen operators."""
 
@@ -158,6 +166,13 @@ class ScheduleError(K31Error):
     default_hint = "the operators can run one after the other on one stream; please report it with the schedule"
 
 
+class BucketError(K31Error):
+    """Sizes that no bucket holds, arguments that cannot be padded to one, or a call that no compiled graph served."""
+
+    code = "K31-0210"
+    default_hint = "give the buckets a larger maximum, or compile sizes beyond it with beyond='compile'"
+
+
 class OperatorError(K31Error):
     """A k31 operator that was called with tensors which it does not take."""
 
@@ -212,6 +227,20 @@ class ColdCompileError(K31Error):
 
     code = "K31-0504"
     default_hint = "warm the cache with `k31 cache warm`, or allow compiling with require_warm=False"
+
+
+class BundleError(K31Error):
+    """A bundle that cannot be made, is damaged, too large, or not signed by whom this machine trusts."""
+
+    code = "K31-0506"
+    default_hint = "make it again with: k31 cache export BUNDLE"
+
+
+class WarmError(K31Error):
+    """A cache that is not warm after it was to be warmed, or found cold when it was only to be checked."""
+
+    code = "K31-0507"
+    default_hint = "the lines above say which entries, and why"
 
 
 class WeightFileError(K31Error):

@@ -32,6 +32,9 @@ log = logging.getLogger("k31compile")
 Compiled = Callable[..., Any]
 
 _KIND = "native"
+MISSED = "k31_missed"
+"""A record of the log that has this attribute says that a graph was not found, and is compiled where it may be."""
+
 _REQUIRE_WARM = "K31_REQUIRE_WARM"
 
 
@@ -61,6 +64,7 @@ class Keeping:
                 return compiled
         why = self.store.why_missed(self.key.ingredients)
         report.cache = {"hit": False, "level": 1, "key": self.key.digest, "why": why}
+        log.info("graph %s is not in the cache: %s", self.key.digest[:12], why, extra={MISSED: self.key.digest})
         if self.is_warm_required:
             raise ColdCompileError(f"this graph is not in the cache: {why}", where=str(self.store.root))
         return None
@@ -86,6 +90,7 @@ class Keeping:
         files |= {name: built / name for name in (LIBRARY, EXTERNS)}
         program = {"plan": plan, "guards": guards}
         key = self._free_key()
+        report.cache["key"] = key.digest
         kept = self.store.publish(key.digest, _KIND, key.ingredients, program, report.to_kept(), files)
         if kept is None:
             report.cache["why"] = f"{report.cache['why']}; it could not be kept"
@@ -135,8 +140,10 @@ def begin_keeping(
     why = _why_not(options, example_inputs)
     if not why:
         try:
+            begin = time.perf_counter()
             store = open_store(options.cache)
             key = make_key(module, example_inputs, options, options.target or "cpu", _digest)
+            report.phases["key"] = time.perf_counter() - begin
             sizes = [value for value in input_values(module, example_inputs) if isinstance(value, torch.SymInt)]
             return Keeping(store, key, sizes, is_warm_required)
         except (KeyingError, StoreError) as error:

@@ -99,8 +99,11 @@ class EntryStore:
         program: Mapping[str, Any],
         report: Mapping[str, Any],
         files: Mapping[str, bytes | Path],
+        sign_with: bytes | None = None,
     ) -> Path | None:
         """Write an entry unless a sound one of this key is there; return its folder, or None after a warning.
+
+        ``sign_with`` signs it instead of the key for what is written now.
 
         Raises StoreError only for what no store could take: a name, a count of files, a part that is no plain JSON.
         """
@@ -112,7 +115,7 @@ class EntryStore:
             sweep(self.places.making)
             if self._is_taken(key):
                 return self.places.entries / key
-            return write_entry(self.places, self.limits, draft, signing_key(), lambda: self._is_taken(key))
+            return write_entry(self.places, self.limits, draft, sign_with or signing_key(), lambda: self._is_taken(key))
         except OSError as error:
             _warn(f"entry {key[:12]} was not kept: {error.strerror or error} ({error.filename or self.root})")
         except StoreError as error:

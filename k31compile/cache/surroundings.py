@@ -20,7 +20,8 @@ from k31compile.kernels.cpu.loader import available
 _ROOT = Path(__file__).parents[1]
 _ENDINGS = {".py", ".cpp", ".h", ".json"}
 
-_BESIDE = {"cli", "check", "contract", "timeline", "onnx_export", "model", "weights", "explain.py", "report_view.py"}
+_BESIDE = {"cli", "check", "contract", "timeline", "onnx_export", "model", "weights", "bundle"}
+_BESIDE |= {"explain.py", "report_view.py", "bucket_sizes.py", "buckets.py", "counted.py", "padding.py"}
 """Parts of ours that look at a graph and never decide what becomes of it."""
 
 
@@ -31,15 +32,22 @@ def describe_surroundings(target: str) -> dict[str, str]:
         KeyingError: torch is set in a way that cannot be written down.
     """
     return {
-        "sources": source_digest(),
-        "torch": f"{torch.__version__} {torch.version.git_version}",
-        "python": _python_version(),
-        "machine": f"{platform.system()} {machine_digest()}",
+        **describe_installation(),
         "kernels": str(available()[0]),
         "threads": str(torch.get_num_threads()),
         "mode": describe_mode(),
         "inductor": inductor_digest(),
         "npu": _npu_version(target),
+    }
+
+
+def describe_installation() -> dict[str, str]:
+    """The ingredients that are the same for every graph on this machine with what is installed here."""
+    return {
+        "sources": source_digest(),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "python": _python_version(),
+        "machine": f"{platform.system()} {machine_digest()}",
     }
 
 
@@ -88,7 +96,17 @@ _PASSES = (
     "_pre_fusion_custom_pass",
     "_post_fusion_custom_pass",
 )
-_SAYS_ONLY = ("worker_", "trace.", "profile_", "log_", "cpp.cxx", "debug", "verbose_progress", "disable_progress")
+_SAYS_ONLY = (
+    "aot_inductor.metadata",
+    "worker_",
+    "trace.",
+    "profile_",
+    "log_",
+    "cpp.cxx",
+    "debug",
+    "verbose_progress",
+    "disable_progress",
+)
 
 
 def inductor_digest() -> str:

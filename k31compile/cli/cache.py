@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from k31compile.cli import console
+from k31compile.cli.cache_bundle import export_bundle, import_bundle
+from k31compile.cli.cache_warm import warm
 from k31compile.cli.readable import age_text, size_text
 from k31compile.errors import UsageError
 
@@ -27,6 +29,10 @@ SHORT = 12
 
 _Folder = Annotated[str, typer.Option("--cache", metavar="PATH", help="Another cache than this user's own.")]
 _Key = Annotated[str, typer.Argument(metavar="KEY", help="The first digits of an entry's key.")]
+
+cache.command()(warm)
+cache.command("export")(export_bundle)
+cache.command("import")(import_bundle)
 
 
 @cache.command("ls")
@@ -137,9 +143,12 @@ def push(
 ) -> int:
     """Give entries to a remote cache, so that other machines find them; ends with 1 when one did not get there."""
     from k31compile.cache.remote import Remote, TieredStore
+    from k31compile.cache.shared_kernels import keep_kernels
 
     local = open_cache(folder)
     store = TieredStore(local.root, Remote(url), local.limits)
+    if not keys:
+        keep_kernels(local)
     wanted = [_named(local, key) for key in keys] if keys else local.places.entry_keys()
     given: list[str] = []
     left: list[str] = []

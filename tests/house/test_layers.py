@@ -35,6 +35,7 @@ LAYERS = [
         "offline",
         "weights",
     },
+    {"bucket_sizes", "buckets", "bundle", "counted", "padding"},
     {"onnx_export"},
     {"model"},  # outside of the order: it imports nothing of ours (below), and only the commands use it
     {"cli", "__main__"},

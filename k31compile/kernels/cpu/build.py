@@ -12,16 +12,19 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from k31compile.errors import BuildError, StoreError
 from k31compile.signatures import is_signed, local_key, sign
-from k31compile.store import cache_dir, check_private, sha256_of
+from k31compile.store import atomic_write, cache_dir, check_private, sha256_of
 
 _FOLDER = Path(__file__).parent
 _COMMON = ("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
@@ -57,6 +60,11 @@ def build_key(variant: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def kept_at(variant: str) -> Path:
+    """Where the library of a variant lies once it is built; neither it nor its folder needs to be there."""
+    return cache_dir() / "kernels" / f"cpu-{build_key(variant)}.so"
+
+
 def built_library(variant: str = "fast") -> Path:
     """The shared library of a variant, from the cache when it is there and sound, else built now.
 
@@ -71,6 +79,8 @@ def built_library(variant: str = "fast") -> Path:
             if fault is None:
                 return path
             _set_aside(path, fault)
+        if os.environ.get("K31_REQUIRE_WARM") == "1":
+            raise BuildError("the kernels are not in the cache, and K31_REQUIRE_WARM=1 forbids to build them")
         if command is None:
             raise BuildError("no C++ compiler on PATH", hint="install g++ or set CXX; until then the references serve")
         _build(command, variant, path)
@@ -94,30 +104,75 @@ def _build(command: list[str], variant: str, path: Path) -> None:
             raise BuildError(f"the C++ compiler refused the kernels: {_first_error(run.stderr)}")
         made.chmod(0o600)
         seal = {"sha256": sha256_of(made), "compiler": _version(tuple(command))}
-        seal["hmac"] = sign(seal["sha256"].encode(), local_key())
         # One rename publishes both: the seal travels behind the library, as the last line of the file.
         with made.open("ab") as file:
-            file.write(_SEAL_MARK + json.dumps(seal).encode())
+            file.write(_seal_line(seal))
         os.replace(made, path)
 
 
 _SEAL_MARK = b"\nk31-seal:"
 _SEAL_ROOM = 512
+_NAME = re.compile(r"kernels/(cpu-[0-9a-f]{32}\.so)")
+
+
+def _seal_line(about: dict[str, str]) -> bytes:
+    return _SEAL_MARK + json.dumps({**about, "hmac": sign(about["sha256"].encode(), local_key())}).encode()
+
+
+def exported() -> Iterator[tuple[str, bytes]]:
+    """The kept kernels that serve here, for a bundle: their name below the cache folder, and the file as it is.
+
+    Raises:
+        StoreError: the folder is not this user's own.
+    """
+    path = _private_folder() / f"cpu-{build_key('fast')}.so"
+    if path.exists() and _fault(path, local_key()) is None:
+        data = path.read_bytes()
+        library, seal = _split(data)
+        # The signature is this machine's; without it equal kernels are equal bytes.
+        yield f"kernels/{path.name}", library + _SEAL_MARK + json.dumps({**seal, "hmac": ""}).encode()
+
+
+def imported(name: str, body: bytes) -> None:
+    """Keep kernels that another machine exported, under this user's signature; sound ones that are here stay.
+
+    Whoever calls has verified that they may be believed.
+
+    Raises:
+        StoreError: it is not what `exported` gives.
+    """
+    found = _NAME.fullmatch(name)
+    try:
+        library, seal = _split(body)
+        is_whole = hashlib.sha256(library).hexdigest() == seal["sha256"] and isinstance(seal["compiler"], str)
+    except (ValueError, KeyError, TypeError):
+        is_whole = False
+    if found is None or not is_whole:
+        raise StoreError("holds no kernels", where=name, hint="export it again")
+    path = _private_folder() / found[1]
+    if not path.exists() or _fault(path, local_key()) is not None:
+        about = {"sha256": str(seal["sha256"]), "compiler": str(seal["compiler"])}
+        atomic_write(path, library + _seal_line(about))
+
+
+def _split(data: bytes) -> tuple[bytes, dict[str, Any]]:
+    """The library and its seal; ValueError where it has none."""
+    place = data.rfind(_SEAL_MARK, max(0, len(data) - _SEAL_ROOM))
+    seal = json.loads(data[place + len(_SEAL_MARK) :]) if place >= 0 else None
+    if not isinstance(seal, dict):
+        raise ValueError("it has no seal")
+    return data[:place], seal
 
 
 def _fault(path: Path, key: bytes) -> str | None:
     """What is wrong with a kept library, or None when it is this user's own and unchanged."""
     try:
         check_private(path)
-        data = path.read_bytes()
-        place = data.rfind(_SEAL_MARK, max(0, len(data) - _SEAL_ROOM))
-        if place < 0:
-            return "it has no seal"
-        seal = json.loads(data[place + len(_SEAL_MARK) :])
+        library, seal = _split(path.read_bytes())
         digest, signature = str(seal["sha256"]), str(seal["hmac"])
     except (StoreError, OSError, ValueError, KeyError, TypeError) as error:
         return str(error)
-    if hashlib.sha256(data[:place]).hexdigest() != digest:
+    if hashlib.sha256(library).hexdigest() != digest:
         return "its content is not what was built"
     return None if is_signed(digest.encode(), signature, key) else "its seal is not this user's"
 
