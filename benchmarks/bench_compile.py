@@ -10,22 +10,17 @@ one's: above 1 is faster. The library of our C++ kernels is built before: it is 
 
 import argparse
 import json
-import os
-import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from fresh import cpu_seconds, empty_caches, run_elsewhere
 from rich.console import Console
 from rich.table import Table
-
-from k31compile.kernels.cpu.loader import library
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -100,11 +95,11 @@ _MOST_ERROR = 1e-4
 
 def measure(case: str, variant: str) -> dict[str, Any]:
     """Compile one case in this process and say what it cost."""
-    import k31compile.backend
+    import k31compile.compile_graph
 
     model, args, kwargs = CASES[case][0]()
     spent = [0.0]
-    plain = k31compile.backend.run_pipeline
+    plain = k31compile.compile_graph.run_pipeline
 
     def run_pipeline(*arguments: Any) -> Any:
         start = time.process_time()
@@ -113,8 +108,8 @@ def measure(case: str, variant: str) -> dict[str, Any]:
         finally:
             spent[0] += time.process_time() - start
 
-    k31compile.backend.run_pipeline = run_pipeline
-    start, cpu = time.perf_counter(), _cpu_seconds()
+    k31compile.compile_graph.run_pipeline = run_pipeline
+    start, cpu = time.perf_counter(), cpu_seconds()
     with torch.no_grad():
         if variant == "inductor":
             got = torch.compile(model, dynamic=False)(*args, **kwargs)
@@ -127,7 +122,7 @@ def measure(case: str, variant: str) -> dict[str, Any]:
             got = torch.compile(model, backend="k31", options=options, dynamic=False)(*args, **kwargs)
     first = time.perf_counter() - start
     _join_workers()
-    cpu = _cpu_seconds() - cpu
+    cpu = cpu_seconds() - cpu
     if kwargs:  # a shipped model has written its caches by now
         check_against_eager(model, args, kwargs, got)
     report = k31compile.last_report() if variant.startswith("k31") else None
@@ -149,14 +144,6 @@ def check_against_eager(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         raise SystemExit(f"compiled differs from eager by {error:.1e}, more than {_MOST_ERROR:.0e}")
 
 
-def _cpu_seconds() -> float:
-    """CPU seconds of this process and of the children that have ended."""
-    return sum(
-        usage.ru_utime + usage.ru_stime
-        for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    )
-
-
 def _join_workers() -> None:
     """End Inductor's worker processes, so that their seconds are counted."""
     from torch._inductor.async_compile import shutdown_compile_workers
@@ -166,14 +153,8 @@ def _join_workers() -> None:
 
 def measure_elsewhere(case: str, variant: str) -> dict[str, Any]:
     """The same in a fresh process with empty caches of Inductor."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "K31_LOG": "error"}
-        command = [sys.executable, "-P", str(Path(__file__).resolve()), "--one", case, variant]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{case}, {variant} failed: {done.stderr.strip().splitlines()[-1]}")
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    with empty_caches() as environment:
+        return run_elsewhere(__file__, ["--one", case, variant], environment)
 
 
 def main() -> None:
@@ -187,7 +168,6 @@ def main() -> None:
     if chosen.one:
         print(json.dumps(measure(*chosen.one)))
         return
-    library()
     rows = []
     for case in chosen.case or CASES:
         variants = CASES[case][1]

@@ -132,11 +132,11 @@ def main() -> None:
     if given.json:
         print(json.dumps({"rows": rows, "versions": {"torch": torch.__version__}, "threads": torch.get_num_threads()}))
         return
-    table = Table("call", "process", "fused", "confirmations", "remembered", *(f"{phase}, s" for phase in PHASES))
+    table = Table("call", "process", "fused", "verdicts", "remembered", *PHASES)
     for row in rows:
         counts = [str(row[key]) for key in ("fused", "kinds", "remembered")]
         table.add_row(row["case"], row["process"], *counts, *(f"{row[phase]:.2f}" for phase in PHASES))
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from k31compile.cache.artefact.signature import bind, describe_signature, signat
 from k31compile.cache.artefact.tensors import Mismatch, describe_tensor
 from k31compile.captured import captured_call
 from k31compile.entry import Entry
-from k31compile.errors import ArtefactError, TraceError
+from k31compile.errors import ArtefactError, NativeError, TraceError
 from k31compile.graph.sizes import expression_of, hint
 from k31compile.options import Options
 from k31compile.report import Report
@@ -107,15 +107,17 @@ def build_entry(entry: Entry, folder: Path, options: Options, tell: Tell, declar
     `declared` are the bounds of sizes as their author gave them, of which this entry may take a part.
 
     Raises:
-        ArtefactError: its arguments or its result are no plain data, or a call does more than compute.
+        ArtefactError: its arguments or its result are no plain data, a call does more than compute, or its graph cannot
+            be built to a library.
         TraceError: Dynamo does not make one graph of it.
-        NativeError: its graph cannot be built.
     """
     start = time.perf_counter()
     try:
         built = _build(entry, folder, options, tell, declared)
     except Mismatch as mismatch:
         raise ArtefactError(str(mismatch), f"entry {entry.name!r}", hint=_REFUSED) from mismatch
+    except NativeError as error:
+        raise ArtefactError(f"its graph is no library: {error.what}", f"entry {entry.name!r}", hint=_REFUSED) from error
     finally:
         torch._dynamo.reset()
     codegen = built.seconds["build"]

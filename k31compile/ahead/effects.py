@@ -42,13 +42,14 @@ _OF_TORCH_COMPILE = ("_is_torch_compile", "_compiled_call_impl")
 
 def _is_as_before(variable: Any, changes: Mapping[Any, Mapping[str, Any]]) -> bool:
     """Whether an object whose attributes were set ends with the values that it began with: a flag put back."""
-    changed, real = changes.get(variable), getattr(variable, "value", None)
-    if not changed or real is None:
+    changed = changes.get(variable)
+    if not changed:
         return False
+    real = getattr(variable, "value", None)
     for name, final in changed.items():
-        if not final.is_python_constant() or not hasattr(real, name):
+        if not final.is_python_constant():
             return False
-        text = text_of(getattr(real, name))
+        text = text_of(getattr(real, name, variable))
         if text is None or text != text_of(final.as_python_constant()):
             return False
     return True

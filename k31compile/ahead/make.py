@@ -59,8 +59,9 @@ def make_artefact(
     what is in neither is written to F.safetensors beside it.
 
     Raises:
-        ArtefactError: an entry's call cannot be written down as plain data, or two entries take the same calls.
-        TraceError, NativeError: an entry is not one graph, or its graph cannot be built.
+        ArtefactError: an entry's call cannot be written down as plain data, its graph cannot be built to a library, or
+            two entries take the same calls.
+        TraceError: an entry is not one graph.
         StoreError: the file cannot be signed or written.
     """
     progress = progress or Progress()

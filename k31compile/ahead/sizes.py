@@ -17,9 +17,6 @@ from k31compile.entry import Bounds, Entry
 from k31compile.errors import ArtefactError
 from k31compile.graph.sizes import expression_of
 
-_MARKS = ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize_on")
-
-
 _SEARCHED = 100_000
 _LEFT_OUT = 4
 
@@ -76,6 +73,7 @@ class DynamicSizes:
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:
         """Let Dynamo see in this block which sizes are dynamic."""
+        before = {number: set(vars(self._tensors[number])) for number in self._dims}
         try:
             for number, dims in self._dims.items():
                 for dim in dims:
@@ -84,8 +82,9 @@ class DynamicSizes:
             yield
         finally:
             for number in self._dims:
-                for mark in _MARKS:
-                    self._tensors[number].__dict__.pop(mark, None)
+                tensor = self._tensors[number]
+                for mark in set(vars(tensor)) - before[number]:
+                    delattr(tensor, mark)
 
     def learn(self, graph: fx.GraphModule, numbers: Mapping[int, int]) -> GraphSizes:
         """Bounds of the names, and what Dynamo, the passes and the build asked of the sizes while they worked.

@@ -84,6 +84,7 @@ class Filed:
         self.tensors[name] = {
             "file": self.files.index(path),
             "name": shown,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
             "strides": list(tensor.stride()),
             "written": written,
         }
@@ -98,7 +99,7 @@ class Filed:
 
 
 def _same_in(place: Path, wanted: dict[str, torch.Tensor], must: bool) -> Iterator[tuple[str, Path, str]]:
-    """Name, file and name in the file of each tensor that a checkpoint has, byte for byte."""
+    """Name, file and name in the file of each tensor that a checkpoint has, the same in the model's dtype."""
     found = []
     for shard, stored in open_checkpoint(place).tensors():
         tensor = wanted.get(stored.name)
@@ -116,10 +117,11 @@ def _same_in(place: Path, wanted: dict[str, torch.Tensor], must: bool) -> Iterat
     yield from found
 
 
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
+def _same(stored: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a stored tensor, in the dtype of the model, is the model's bit by bit."""
+    if stored.shape != tensor.shape or stored.is_floating_point() != tensor.is_floating_point():
         return False
-    both = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (left, right)]
+    both = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (stored.to(tensor.dtype), tensor)]
     return torch.equal(*both)
 
 

@@ -47,8 +47,13 @@ def difference(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, t
 
 
 def nearest_of(candidates: Iterable[tuple[str, str, Mapping[str, str]]], here: Mapping[str, str]) -> Nearest | None:
-    """Of entries (key, kind, ingredients), best first among equals, the one that differs in the fewest ingredients."""
-    found = [Nearest(key, kind, difference(there, here)) for key, kind, there in candidates]
+    """Of entries (key, kind, ingredients), best first among equals, the one that differs in the fewest ingredients.
+
+    What has no ingredient of the same name is another kind of thing.
+    """
+    found = [
+        Nearest(key, kind, difference(there, here)) for key, kind, there in candidates if there.keys() & here.keys()
+    ]
     return min(found, key=lambda one: len(one.differing), default=None)
 
 

@@ -27,5 +27,8 @@ def _at(place: str) -> EntryStore:
 @functools.lru_cache(maxsize=32)
 def _remote_at(url: str) -> EntryStore:
     from k31compile.cache.remote import Remote, TieredStore  # imports fsspec, which most users never need
+    from k31compile.cache.shared_kernels import offer_kernels
 
-    return TieredStore(default_store().root, Remote(url))
+    store = TieredStore(default_store().root, Remote(url))
+    offer_kernels(store)
+    return store

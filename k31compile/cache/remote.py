@@ -24,6 +24,7 @@ from k31compile.cache.archive import pack, unpack
 from k31compile.cache.entry_store import EntryStore, FoundEntry
 from k31compile.cache.limits import Limits
 from k31compile.cache.manifest import MANIFEST
+from k31compile.cache.shared_kernels import keep_kernels
 from k31compile.errors import OptionError, StoreError
 from k31compile.signatures import shared_key
 
@@ -133,6 +134,7 @@ class TieredStore(EntryStore):
     def __init__(self, root: Path, remote: Remote, limits: Limits | None = None) -> None:
         super().__init__(root, limits)
         self.remote = remote
+        self._has_kernels = False
 
     def find(self, key: str) -> FoundEntry | None:
         """The entry of a key, from here or, checked and written down here, from there."""
@@ -163,7 +165,13 @@ class TieredStore(EntryStore):
         folder = super().publish(key, kind, ingredients, program, report, files)
         if folder is not None and self.remote.is_written:
             self.push(key)
+            self._keep_kernels_once()
         return folder
+
+    def _keep_kernels_once(self) -> None:
+        if not self._has_kernels:
+            self._has_kernels = True
+            keep_kernels(self)
 
     def push(self, key: str) -> bool:
         """Give a sound entry of here to the remote store, whether it has it or not; tell whether that was done."""

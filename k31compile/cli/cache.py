@@ -143,9 +143,12 @@ def push(
 ) -> int:
     """Give entries to a remote cache, so that other machines find them; ends with 1 when one did not get there."""
     from k31compile.cache.remote import Remote, TieredStore
+    from k31compile.cache.shared_kernels import keep_kernels
 
     local = open_cache(folder)
     store = TieredStore(local.root, Remote(url), local.limits)
+    if not keys:
+        keep_kernels(local)
     wanted = [_named(local, key) for key in keys] if keys else local.places.entry_keys()
     given: list[str] = []
     left: list[str] = []

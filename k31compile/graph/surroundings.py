@@ -31,9 +31,16 @@ def surroundings(folders: Iterable[str]) -> str:
 
     The number of threads is not in it: samples are compared within tolerances far above what the order of a sum does.
     """
-    versions = f"torch {torch.__version__} python {sys.version_info[0]}.{sys.version_info[1]}"
-    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{versions} {machine} {digest_of_sources(*folders)}"
+    torch_version = f"torch {torch.__version__} {torch.version.git_version}"
+    python = f"python {sys.version_info[0]}.{sys.version_info[1]}"
+    machine = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_instructions()}"
+    return f"{torch_version} {python} {machine} {digest_of_sources(*folders)}"
+
+
+@functools.cache
+def _instructions() -> str:
+    """What the CPU has: it decides how narrow types are rounded."""
+    return " ".join(sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True))
 
 
 def situation() -> str:
@@ -41,5 +48,6 @@ def situation() -> str:
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return (
         f"autocast {autocast} matmul {torch.get_float32_matmul_precision()} "
-        f"deterministic {torch.are_deterministic_algorithms_enabled()} mkldnn {torch.backends.mkldnn.enabled}"
+        f"deterministic {torch.are_deterministic_algorithms_enabled()} default {torch.get_default_dtype()} "
+        f"mkldnn {torch.backends.mkldnn.enabled} {torch.backends.mkldnn.deterministic}"
     )

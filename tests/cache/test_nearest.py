@@ -31,6 +31,11 @@ def test_a_name_on_one_side_only_counts(store):
     assert difference({"a": "1"}, {"b": "1"}) == {"a": ("1", ""), "b": ("", "1")}
 
 
+def test_another_kind_of_thing_is_no_neighbour(store):
+    put(store, KEY, {"built from": "ab" * 16})
+    assert store.why_missed(INGREDIENTS) == "the cache has no entry yet"
+
+
 def test_an_entry_that_cannot_be_believed_is_no_neighbour(store):
     (put(store) / "signature").write_text("0" * 64)
     assert store.nearest(INGREDIENTS) is None

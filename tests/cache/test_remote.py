@@ -18,7 +18,9 @@ from k31compile.cache import remote as remote_module
 from k31compile.cache.entry_store import default_store
 from k31compile.cache.opened import open_store
 from k31compile.cache.remote import Remote, TieredStore
+from k31compile.cache.shared_kernels import kernels_key, offer_kernels
 from k31compile.errors import OptionError, StoreError
+from k31compile.kernels.cpu import build, loader
 
 SECRET = "a secret of two machines"
 needs_s3 = pytest.mark.skipif(
@@ -302,6 +304,38 @@ def test_a_package_that_is_missing_is_named(machine, monkeypatch):
     a = machine("a", "s3://bucket/cache")
     with pytest.warns(UserWarning, match=r"failed when it was asked.*[Ii]nstall s3fs"):
         assert a.find(KEY) is None
+
+
+def test_kernels_that_one_machine_built_serve_another(machine, url, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "build_key", lambda variant: "ab" * 16)
+    monkeypatch.setattr(build, "built_library", build.kept_at)
+    a, b = machine("a", url), machine("b", url)
+    assert not offer_kernels(b)
+    build.kept_at("fast").parent.mkdir(parents=True)
+    build.kept_at("fast").write_bytes(b"the kernels of a")
+    assert put(a) is not None
+    assert set(a.places.entry_keys()) == {KEY, kernels_key()}
+    assert not offer_kernels(a), "it has its own"
+
+    adopted = []
+    monkeypatch.setenv("K31_CACHE_DIR", str(tmp_path / "user of b"))
+    monkeypatch.setattr(loader, "adopt", lambda path, variant: adopted.append((path.read_bytes(), variant)))
+    monkeypatch.setenv("K31_CPU_KERNELS", "0")
+    assert not offer_kernels(b)
+    monkeypatch.delenv("K31_CPU_KERNELS")
+    assert offer_kernels(b)
+    assert adopted == [(b"the kernels of a", "fast")]
+    monkeypatch.setattr(build, "build_key", lambda variant: "cd" * 16)
+    assert not offer_kernels(b), "other sources or another machine"
+
+
+def test_kernels_that_do_not_load_are_told(machine, shelf, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "build_key", lambda variant: "ab" * 16)
+    monkeypatch.setattr(loader, "_LOADED", {})
+    a = machine("a", shelf)
+    assert a.publish(kernels_key(), "kernels", {}, {}, {}, {"kernels.so": b"no library"}) is not None
+    with pytest.warns(UserWarning, match=r"the kernels in .* are not used: .*do not load"):
+        assert not offer_kernels(a)
 
 
 def test_the_option_opens_it(shelf, tmp_path):

@@ -304,6 +304,9 @@ AROUND = {
     "autocast": autocast,
     "precision": lambda m: m.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     "deterministic": lambda m: m.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True),
+    "default type": lambda m: m.setattr(torch, "get_default_dtype", lambda: torch.float64),
+    "torch as built": lambda m: m.setattr(torch.version, "git_version", "other"),
+    "oneDNN": lambda m: m.setattr(torch.backends.mkldnn, "enabled", False),
     "format": lambda m: m.setattr(memory, "_FORMAT", 99),
 }
 

@@ -112,19 +112,18 @@ class Matcher:
 
     def __init__(self, tree: Mapping[str, Tree], told_tensors: list[str]) -> None:
         self._told = told_tensors
-        self._roots = [(name, self._make(node, name)) for name, node in tree.items()]
+        self._roots = {name: self._make(node, name) for name, node in tree.items()}
 
-    def take(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """The tensors of a call; a tensor's own properties are not looked at here.
+    def take(self, arguments: Mapping[str, Any], tensors: list[Any]) -> None:
+        """Put the tensors of a call into their places; a tensor's own properties are not looked at here.
 
         Raises:
-            Mismatch: the arguments are not built as they were at compile, or a plain value is another.
+            Mismatch: the arguments are not built as they were at compile, or a plain value is another. What comes
+                before it is in its place.
         """
-        out: list[Any] = [None] * len(self._told)
         seen: dict[str, Any] = {}
-        for name, node in self._roots:
-            node.take(arguments[name], out, seen)
-        return out
+        for name, value in arguments.items():
+            self._roots[name].take(value, tensors, seen)
 
     def _make(self, node: Tree, path: str) -> _Node:
         if "tensor" in node:

@@ -15,7 +15,7 @@ from k31compile.cache.artefact.container import Opened, open_artefact
 from k31compile.cache.artefact.example import example_tensors
 from k31compile.cache.artefact.flags import check_machine, kernels_digest, missing_operators
 from k31compile.cache.artefact.program import Program
-from k31compile.cache.artefact.tensors import Mismatch
+from k31compile.cache.artefact.tensors import ALL_TENSORS_FIT, Mismatch
 from k31compile.cache.artefact.unpack import unpacked
 from k31compile.cache.artefact.weight_files import find_files, load_tensors
 from k31compile.errors import ArtefactError, BuildError, CallRefusedError
@@ -161,6 +161,8 @@ def _named(names: Sequence[str]) -> str:
 def _depth(program: Program, mismatch: Mismatch) -> tuple[int, int]:
     """How far the check of a call went: to which argument, and there how far."""
     paths = [promise.path for promise in program.promises]
+    if mismatch.nearness >= ALL_TENSORS_FIT:
+        return len(paths), mismatch.nearness
     if mismatch.path in paths:
         return paths.index(mismatch.path), mismatch.nearness
     root = mismatch.path.partition(".")[0].partition("[")[0]

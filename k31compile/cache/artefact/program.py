@@ -14,7 +14,7 @@ from k31compile.cache.artefact.arguments import Matcher
 from k31compile.cache.artefact.flags import check_flags
 from k31compile.cache.artefact.results import TENSORS, places_of, result_maker
 from k31compile.cache.artefact.signature import bind, signature_from
-from k31compile.cache.artefact.tensors import Mismatch, TensorCheck, TensorPromise, extent
+from k31compile.cache.artefact.tensors import ALL_TENSORS_FIT, Mismatch, TensorCheck, TensorPromise, extent
 from k31compile.targets.native.load import load_native
 
 
@@ -51,15 +51,19 @@ class Program:
             arguments = bind(self.signature, args, kwargs)
         except TypeError as error:
             raise Mismatch("the call", f"does not fit: {error}", str(self.signature)) from error
-        tensors = self._matcher.take(arguments)
+        tensors: list[Any] = [None] * len(self.promises)
+        try:
+            self._matcher.take(arguments, tensors)
+        except Mismatch:
+            # A tensor before the place that was found is what a reader looks at first.
+            self._check_each(tensors[: tensors.index(None)] if None in tensors else tensors)
+            raise
         self.check(tensors)
         return arguments, tensors
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise Mismatch unless the tensors of a call, and the flags that it is made under, are as promised."""
-        sizes: dict[str, int] = {}
-        for check, tensor in zip(self._checks, tensors, strict=True):
-            check(tensor, sizes)
+        sizes = self._check_each(tensors)
         for condition in self._conditions:
             if not conditions.value_of(condition, sizes):
                 found = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -68,6 +72,13 @@ class Program:
         check_flags(self._flags)
         if torch.is_grad_enabled():
             self._check_gradients(tensors)
+
+    def _check_each(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+        """Check the first tensors of a call, each by itself; the dynamic sizes by name."""
+        sizes: dict[str, int] = {}
+        for check, tensor in zip(self._checks, tensors, strict=False):
+            check(tensor, sizes)
+        return sizes
 
     def run(self, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Compute what was checked by `take`."""
@@ -97,9 +108,10 @@ class Program:
             same = first.setdefault(id(tensor), number)
             if same != (number if promise.same is None else promise.same):
                 other = self.promises[same if promise.same is None else promise.same].path
-                if promise.same is None:
-                    raise Mismatch(promise.path, f"is the same tensor as {other}", "a tensor of its own")
-                raise Mismatch(promise.path, f"is another tensor than {other}", "the same one, as at compile")
+                found, allowed = f"is the same tensor as {other}", "a tensor of its own"
+                if promise.same is not None:
+                    found, allowed = f"is another tensor than {other}", "the same one, as at compile"
+                raise Mismatch(promise.path, found, allowed, ALL_TENSORS_FIT)
         if not self._written:
             return
         spans = sorted(
@@ -120,6 +132,7 @@ class Program:
                         self.promises[number].path,
                         f"shares memory with {self.promises[other].path}",
                         "memory of its own, since the call writes to one of them",
+                        ALL_TENSORS_FIT,
                     )
             if end > furthest[written][0]:
                 furthest[written] = (end, number)
@@ -129,4 +142,4 @@ class Program:
         for tensor, promise in zip(tensors, self.promises, strict=True):
             if tensor.requires_grad:
                 allowed = f"a call under torch.{self.mode}(), as at compile"
-                raise Mismatch(promise.path, "wants gradients and gradients are on", allowed)
+                raise Mismatch(promise.path, "wants gradients and gradients are on", allowed, ALL_TENSORS_FIT)

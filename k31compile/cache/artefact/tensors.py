@@ -12,6 +12,10 @@ Size = int | str
 """A number, or the name of a dynamic size."""
 
 
+ALL_TENSORS_FIT = 5
+"""The nearness of what is found when each tensor by itself was as promised."""
+
+
 class Mismatch(Exception):
     """A part of a call that is not as promised: where it is, what was found, what is allowed."""
 

@@ -37,15 +37,12 @@ def find_files(
 
 
 def _find(entry: Mapping[str, Any], candidates: Sequence[Path], hashes: Hashes) -> Path:
-    wrong: list[str] = []
-    for path in dict.fromkeys(candidates):
-        if not path.is_file():
-            continue
-        if path.stat().st_size == entry["bytes"] and hashes.of(path) == entry["sha256"]:
-            return path
-        wrong.append(str(path))
-    if wrong:
-        raise ArtefactError("the weights are not those that it was made with", wrong[0], hint=_GIVE)
+    """The first candidate that is there decides: another one could be a copy that nobody means any more."""
+    for path in candidates:
+        if path.is_file():
+            if path.stat().st_size == entry["bytes"] and hashes.of(path) == entry["sha256"]:
+                return path
+            raise ArtefactError("the weights are not those that it was made with", str(path), hint=_GIVE)
     looked = ", ".join(str(path) for path in dict.fromkeys(candidates))
     raise ArtefactError(f"its weights {entry['file']} are not there; looked at {looked}", hint=_GIVE)
 
@@ -64,8 +61,10 @@ def _candidates(
         if not only and not (chosen.is_file() and chosen.name == name):
             yield beside / name
         return
+    relative, *absolute = places.get(name, [name])
+    yield beside / relative
     yield beside / name
-    for place in places.get(name, ()):
+    for place in absolute:
         yield beside / place
 
 
@@ -136,7 +135,7 @@ def load_tensors(files: Sequence[Path], tensors: Mapping[str, Mapping[str, Any]]
 
 
 def _as_it_was(tensor: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
-    stride = tuple(entry["strides"])
+    tensor, stride = tensor.to(getattr(torch, entry["dtype"])), tuple(entry["strides"])
     if tensor.stride() != stride:
         return torch.empty_strided(tuple(tensor.shape), stride, dtype=tensor.dtype).copy_(tensor)
     return tensor.clone() if entry["written"] else tensor

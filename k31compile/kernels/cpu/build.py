@@ -60,6 +60,11 @@ def build_key(variant: str) -> str:
     return digest.hexdigest()[:32]
 
 
+def kept_at(variant: str) -> Path:
+    """Where the library of a variant lies once it is built; neither it nor its folder needs to be there."""
+    return cache_dir() / "kernels" / f"cpu-{build_key(variant)}.so"
+
+
 def built_library(variant: str = "fast") -> Path:
     """The shared library of a variant, from the cache when it is there and sound, else built now.
 
