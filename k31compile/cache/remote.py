@@ -160,9 +160,10 @@ class TieredStore(EntryStore):
         program: Mapping[str, Any],
         report: Mapping[str, Any],
         files: Mapping[str, bytes | Path],
+        sign_with: bytes | None = None,
     ) -> Path | None:
         """Write an entry here and give it to the remote store where that is wanted."""
-        folder = super().publish(key, kind, ingredients, program, report, files)
+        folder = super().publish(key, kind, ingredients, program, report, files, sign_with)
         if folder is not None and self.remote.is_written:
             self.push(key)
             self._keep_kernels_once()

@@ -111,6 +111,7 @@ class _Worker:
         if self.check:
             options["require_warm"] = True
         backend = CountedBackend(options, lambda text: self.tell("stage", text=text))
+        self.tell("stage", text="tracing")
         begin = time.perf_counter()
         why = ""
         try:

@@ -1,4 +1,4 @@
-"""k31 cache warm: all of a k31.toml is in the cache afterwards, a second run finds it, and it is said all along."""
+"""k31 cache warm: all of a k31.toml is in the cache afterwards, a second run finds it, and all along it is said."""
 
 import itertools
 import json
@@ -32,8 +32,8 @@ class Toy(nn.Module):
 def decode():
     bound = ("batch", 1, 8)
     print("a model that prints")
-    drawn = torch.randn(3, 16), torch.randn(3, 16)
-    return Entry("decode", Toy().eval(), drawn, dynamic={"0": {0: bound}, "1": {0: bound}})
+    dynamic = {"0": {0: bound}, "1": {0: bound}}
+    return Entry("decode", Toy().eval(), (torch.randn(3, 16), torch.randn(3, 16)), dynamic=dynamic)
 
 
 def broken():
