@@ -163,7 +163,7 @@ class _Worker:
 
     def tell(self, request: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        self.stage, self.since = "starting" if "do" not in request else "tracing", time.monotonic()
+        self.stage, self.since = "tracing" if self.phases["start"] else "starting", time.monotonic()
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
 
@@ -213,7 +213,7 @@ class _Pool:
         worker = self.workers[0]
         worker.tell({"do": "list", "spec": spec.to_dict()})
         while True:
-            self.beat(f"{spec.target}: loading the model")
+            self.beat(f"{spec.target}: {worker.stage}, {time.monotonic() - worker.since:.0f} s")
             event = self._next()
             if event is None:
                 continue
@@ -224,6 +224,8 @@ class _Pool:
             match told["event"]:
                 case "ready":
                     worker.phases["start"] = worker.begin + told["seconds"]
+                case "stage":
+                    self._stage(worker, told["text"])
                 case "listed":
                     return list(told["entries"])
                 case "failed":

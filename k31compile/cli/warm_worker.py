@@ -86,7 +86,12 @@ class _Worker:
     def _load(self, spec: Mapping[str, Any]) -> list[Entry]:
         if self._spec != spec:
             from k31compile.cli.target import load_entries
+            from k31compile.kernels.cpu.loader import available
 
+            # Every key says whether they serve: where they are not there yet, this is where they are built.
+            self.tell("stage", text="looking for the kernels, or building them")
+            available()
+            self._phases["kernels"] = self.seconds()
             self.tell("stage", text="loading the model")
             begin = time.perf_counter()
             self._spec, self._entries = None, []
@@ -106,6 +111,7 @@ class _Worker:
         if self.check:
             options["require_warm"] = True
         backend = CountedBackend(options, lambda text: self.tell("stage", text=text))
+        self.tell("stage", text="tracing")
         begin = time.perf_counter()
         why = ""
         try:
