@@ -93,6 +93,10 @@ def test_what_nobody_writes_is_refused_although_it_is_signed(store):
         (zstandard.compress(b"no tar"), "it cannot be read"),
         (tar_of(*files), "it cannot be read: 'manifest.json'"),
         (tar_of(("manifest.json", other), *files), "its manifest is that of another entry"),
+        (
+            tar_of(("manifest.json", manifest), files[0], ("library.so", b"other")),
+            "its file 'library.so' is not as its",
+        ),
         (tar_of(("manifest.json", manifest), files[0]), "its file 'library.so' is not as its manifest says"),
         (tar_of(("manifest.json", manifest), *files, ("x.so", b"")), "its file 'x.so' is not as its manifest says"),
         (tar_of(("manifest.json", manifest), *files, ("../x", b"")), "its file '../x' is not as its manifest says"),

@@ -176,6 +176,15 @@ def test_clearing_removes_what_was_made_and_nothing_else(store, tmp_path):
         assert store.find(KEY) is None
 
 
+def test_clearing_leaves_a_link_that_has_the_name_of_a_file(store, tmp_path):
+    folder = put(store)
+    (folder / "library.so").rename(tmp_path / "moved")
+    (folder / "library.so").symlink_to(tmp_path / "moved")
+    assert list(store.clear().kept) == [str(folder / "library.so")]
+    assert (folder / "library.so").is_symlink()
+    assert (tmp_path / "moved").exists()
+
+
 @needs_root
 def test_clearing_leaves_what_belongs_to_somebody_else(store):
     folder = put(store)
