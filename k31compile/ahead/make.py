@@ -138,7 +138,7 @@ def _write(built: Sequence[Built], path: Path, weights: Path | None, progress: P
             if "weight" in source:
                 source["weight"] = names[source["weight"]]
     path.parent.mkdir(parents=True, exist_ok=True)
-    filed = table.file_them(_sources(built), weights, path.with_suffix(".safetensors"))
+    filed = placed_weights(table, [one.entry for one in built], weights, path)
     middle = time.perf_counter()
     progress.tell("write")
     files = _files(built)
@@ -150,6 +150,7 @@ def _write(built: Sequence[Built], path: Path, weights: Path | None, progress: P
         "weights": filed.to_data(),
         "tensors": filed.tensors,
         "entries": [one.data for one in built],
+        "payloads": [],
     }
     write_artefact(path, manifest, files, filed.places(path))
     progress.add("weights", middle - start)
@@ -157,10 +158,11 @@ def _write(built: Sequence[Built], path: Path, weights: Path | None, progress: P
     return _told(built, path, filed)
 
 
-def _sources(built: Sequence[Built]) -> list[Path]:
-    """Where the models say that their weights were loaded from."""
-    found = [getattr(one.entry.model, SOURCE, None) for one in built]
-    return list(dict.fromkeys(Path(place) for place in found if place is not None and Path(place).exists()))
+def placed_weights(table: WeightTable, entries: Sequence[Entry], weights: Path | None, path: Path) -> Filed:
+    """The weights in the files that the caller or the models name, the others in a file beside the artefact."""
+    found = [getattr(entry.model, SOURCE, None) for entry in entries]
+    sources = list(dict.fromkeys(Path(place) for place in found if place is not None and Path(place).exists()))
+    return table.file_them(sources, weights, path.with_suffix(".safetensors"))
 
 
 def _files(built: Sequence[Built]) -> dict[str, bytes]:
@@ -171,7 +173,7 @@ def _files(built: Sequence[Built]) -> dict[str, bytes]:
         files[f"{name}/{EXTERNS}"] = (one.folder / EXTERNS).read_bytes()
         files[f"{name}/graph.txt"] = one.graph_text.encode()
         files[f"{name}/report.json"] = canonical(without_times(one.report.to_dict()))
-        example = _example(one.tensors)
+        example = example_of(one.tensors)
         if example is not None:
             files[f"{name}/example.safetensors"] = example
     if any(operator.startswith("k31::") for one in built for operator in one.operators):
@@ -182,8 +184,9 @@ def _files(built: Sequence[Built]) -> dict[str, bytes]:
     return files
 
 
-def _example(tensors: Sequence[torch.Tensor]) -> bytes | None:
-    if sum(tensor.nbytes for tensor in tensors) > _EXAMPLE_BYTES:
+def example_of(tensors: Sequence[torch.Tensor]) -> bytes | None:
+    """The values of an entry's tensors as a safetensors file; None where they are large or have none."""
+    if sum(tensor.nbytes for tensor in tensors) > _EXAMPLE_BYTES or any(tensor.is_meta for tensor in tensors):
         return None
     return save({str(i): tensor.detach().contiguous().clone() for i, tensor in enumerate(tensors)})
 

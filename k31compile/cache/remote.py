@@ -42,6 +42,7 @@ class Remote:
     Attributes:
         url: where.
         off: why it is not asked any more in this process, or "".
+        refusal: why nothing more is given to it, or "".
         is_written: whether what is made here is given to it at once; ``K31_REMOTE_WRITE=0`` says no.
 
     """
@@ -56,7 +57,7 @@ class Remote:
         # Part of every name, so that users of one place with different secrets are not in each other's way.
         self._circle = hashlib.sha256(b"k31-circle\0" + self._secret).hexdigest()[:12]
         self._timeout = self._left = timeout_seconds()
-        self.off = ""
+        self.off = self.refusal = ""
         self.is_written = os.environ.get("K31_REMOTE_WRITE", "1") != "0"
 
     def name_of(self, key: str) -> str:
@@ -65,13 +66,33 @@ class Remote:
 
     def fetch(self, key: str) -> bytes | None:
         """The bytes of an entry, unchecked, or None where there is none or nobody answers."""
+        if self.off:
+            return None
         name = self.name_of(key)
-        return None if self.off else self._in_time(lambda: self._read(name), f"asked for entry {key[:12]}")
+        begin = time.monotonic()
+        result, error = self._in_time(lambda: self._read(name), f"asked for entry {key[:12]}")
+        if error is not None:
+            self._turn_off(f"it failed when it was asked for entry {key[:12]}: {_in_one_line(error)}")
+        elif result is None:  # a slow no is time lost, a slow yes is not
+            self._spend(time.monotonic() - begin)
+        return result
 
-    def give(self, key: str, data: bytes) -> bool:
-        """Put the bytes of an entry there, for others, and tell whether that was done in time."""
+    def give(self, key: str, data: bytes, is_asked_for: bool = False) -> bool:
+        """Put the bytes of an entry there, for others, and tell whether that was done in time.
+
+        Unless somebody asked for it the time is counted as lost. A place that cannot be written is still read.
+        """
+        if self.off or self.refusal:
+            return False
         name = self.name_of(key)
-        return not self.off and self._in_time(lambda: self._write(name, data), f"given entry {key[:12]}") is not None
+        begin = time.monotonic()
+        result, error = self._in_time(lambda: self._write(name, data), f"given entry {key[:12]}")
+        if error is not None:
+            self.refusal = f"it failed when it was given entry {key[:12]}: {_in_one_line(error)}"
+            _warn(f"the remote cache {self.url} is given nothing more by this process, {self.refusal}")
+        elif not is_asked_for:
+            self._spend(time.monotonic() - begin)
+        return result is not None
 
     def secret(self) -> bytes:
         """The key that entries there are signed with."""
@@ -101,26 +122,22 @@ class Remote:
             raise
         return data
 
-    def _in_time(self, work: Callable[[], bytes | None], what: str) -> bytes | None:
-        """Do some work in a thread and wait for it as long as there is patience left; what fails ends it for good."""
+    def _in_time(self, work: Callable[[], bytes | None], what: str) -> tuple[bytes | None, Exception | None]:
+        """Do some work in a thread, and wait for it as long as there is patience left; then it is off for good."""
         done: queue.SimpleQueue[tuple[bytes | None, Exception | None]] = queue.SimpleQueue()
-        begin = time.monotonic()
         # A daemon: a connection that never ends must not keep the process from ending.
         threading.Thread(target=lambda: done.put(_tried(work)), daemon=True, name="k31-remote").start()
         try:
-            result, error = done.get(timeout=max(self._left, 0.001))
+            return done.get(timeout=max(self._left, 0.001))
         except queue.Empty:
-            self._turn_off(f"it did not answer within {self._timeout:g} s when it was {what}")
-            return None
-        waited = time.monotonic() - begin
-        if error is not None:
-            self._turn_off(f"it failed when it was {what}: {_in_one_line(error)}")
-            return None
-        if result is None and waited > self._timeout * _QUICK:  # a slow no; a slow yes is worth its time
+            self._turn_off(f"it did not answer within {self._left:.2g} s when it was {what}")
+            return None, None
+
+    def _spend(self, waited: float) -> None:
+        if waited > self._timeout * _QUICK and not self.off:
             self._left -= waited
             if self._left <= 0:
-                self._turn_off(f"its answers that there is no such entry took {self._timeout:g} s together")
-        return result
+                self._turn_off(f"waiting for it took {self._timeout:g} s together")
 
     def _turn_off(self, why: str) -> None:
         if not self.off:
@@ -174,7 +191,7 @@ class TieredStore(EntryStore):
             self._has_kernels = True
             keep_kernels(self)
 
-    def push(self, key: str) -> bool:
+    def push(self, key: str, is_asked_for: bool = False) -> bool:
         """Give a sound entry of here to the remote store, whether it has it or not; tell whether that was done."""
         entry = super().find(key)
         if entry is None:
@@ -184,7 +201,7 @@ class TieredStore(EntryStore):
             packed = pack(key, (entry.folder / MANIFEST).read_bytes(), named, self.remote.secret())
         except OSError:  # it left meanwhile
             return False
-        return self.remote.give(key, packed)
+        return self.remote.give(key, packed, is_asked_for)
 
 
 def timeout_seconds() -> float:

@@ -17,10 +17,12 @@ from k31compile.cli.calling import calling
 from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
+    from k31compile.ahead import Progress
     from k31compile.entry import Entry
 
 _TICK = 0.5
 _SUFFIX = ".k31"
+_TARGETS = ("", "cpu", "ascend-a3", "ascend-950")
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Chosen:
     threads: int | None
 
 
-def compile_ahead(target_name: str, path: Path, product: str, chosen: Chosen) -> None:
-    """Compile a target to F.k31 and tell what is in it.
+def compile_ahead(target_name: str, path: Path, product: str, chosen: Chosen, how: tuple[str, int, bool, bool]) -> None:
+    """Compile a target to F.k31 and tell what is in it; `how` is what an Ascend product alone has.
 
     Raises:
         UsageError: the command line does not fit together.
@@ -43,19 +45,21 @@ def compile_ahead(target_name: str, path: Path, product: str, chosen: Chosen) ->
     """
     begin = time.perf_counter()
     _check(path, product, chosen)
-    from k31compile.ahead import Progress, make_artefact
+    from k31compile.ahead import Progress
 
     if chosen.threads is not None:
         import torch
 
         torch.set_num_threads(chosen.threads)
-    entries = _chosen_entries(target.load_entries(target_name, chosen.dtype, chosen.layers), chosen.entry)
+    # As for --offline: an Ascend product computes in bfloat16.
+    dtype = chosen.dtype or ("bf16" if product and product != "cpu" and target.is_shipped(target_name) else None)
+    entries = _chosen_entries(target.load_entries(target_name, dtype, chosen.layers), chosen.entry)
     loaded = time.perf_counter() - begin
     with _told() as (begins, tell), contextlib.ExitStack() as stack:
         for entry in entries:
             stack.enter_context(calling(entry))
         progress = Progress(begins, tell)
-        made = make_artefact(entries, path, chosen.weights, progress=progress)
+        made = _make(entries, path, product, chosen.weights, progress, how)
     wall = time.perf_counter() - begin
     phases = {"load": loaded, **progress.seconds}
     data = {
@@ -67,11 +71,29 @@ def compile_ahead(target_name: str, path: Path, product: str, chosen: Chosen) ->
     console.emit(data, lambda out: _render(data, out))
 
 
+def _make(
+    entries: list[Entry],
+    path: Path,
+    product: str,
+    weights: Path | None,
+    progress: Progress,
+    how: tuple[str, int, bool, bool],
+) -> dict[str, Any]:
+    if product in ("", "cpu"):
+        from k31compile.ahead import make_artefact
+
+        return make_artefact(entries, path, weights, progress=progress)
+    from k31compile.ahead.ascend import Product, make_ascend_artefact
+
+    mode, streams, super_kernel, may_round = how
+    return make_ascend_artefact(
+        entries, path, Product(product, streams, super_kernel, mode, may_round), weights, progress
+    )
+
+
 def _check(path: Path, product: str, chosen: Chosen) -> None:
-    if product.startswith("ascend"):
-        raise UsageError(f"F.k31 for {product} is not built yet", hint="add --offline for its graphs, with -o a folder")
-    if product not in ("", "cpu"):
-        raise UsageError(f"there is no target {product!r}", hint="targets: cpu; with --offline ascend-a3, ascend-950")
+    if product not in _TARGETS:
+        raise UsageError(f"there is no target {product!r}", hint=f"targets: {', '.join(_TARGETS[1:])}")
     if path.suffix != _SUFFIX:
         raise UsageError(f"{path} does not end in {_SUFFIX}", hint="give -o F.k31, or add --offline --target ascend-a3")
     if path.is_dir():

@@ -155,8 +155,8 @@ def push(
     with console.progress("push", len(wanted)) as advance:
         for key in wanted:
             advance(key[:SHORT])
-            (given if store.push(key) else left).append(key)
-    data = {"remote": url, "given": given, "left": left, "why": store.remote.off}
+            (given if store.push(key, is_asked_for=True) else left).append(key)
+    data = {"remote": url, "given": given, "left": left, "why": store.remote.off or store.remote.refusal}
     console.emit(data, lambda out: out.print(f"{len(given)} entries given, {len(left)} not", highlight=False))
     return 1 if left else 0
 

@@ -25,9 +25,9 @@ _MADE = {"ge": "GE operators", "npugraph_ex": "calls in the code that is capture
 def compile(
     target_name: Annotated[str, typer.Argument(metavar="TARGET", help=target.HELP)],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="F.k31", help="The artefact; with --offline a folder for graphs.")
+        Path, typer.Option("-o", "--output", metavar="F.k31", help="The artefact; with --offline a folder for texts.")
     ],
-    product: Annotated[str, typer.Option("--target", help="cpu; with --offline ascend-a3 or ascend-950.")] = "",
+    product: Annotated[str, typer.Option("--target", help="cpu, ascend-a3 or ascend-950.")] = "",
     offline: Annotated[bool, typer.Option("--offline", help="Convert, and stop before a device is needed.")] = False,
     mode: Annotated[str, typer.Option(help="With --offline what is made: ge or npugraph_ex.")] = "ge",
     streams: Annotated[int, typer.Option(help="With --offline the most streams of a schedule, 1 to 4.")] = 4,
@@ -45,13 +45,15 @@ def compile(
 ) -> None:
     """Compile every entry of a target ahead of its use, into one file that starts without a compiler.
 
-    With --offline every entry is lowered for an Ascend product instead, without CANN and without an NPU: a GE graph, or
-    with --mode npugraph_ex the code that a device would capture.
+    For an Ascend product that needs neither CANN nor an NPU: a GE graph, or with --mode npugraph_ex the code that a
+    device would capture. With --offline the graphs are written as texts into a folder instead.
     """
-    if not offline:
-        ahead.compile_ahead(target_name, output, product, ahead.Chosen(dtype, layers, entry, weights, threads))
+    how = (mode, streams, super_kernel, may_round)
+    if not offline or output.suffix == ".k31":
+        chosen = ahead.Chosen(dtype, layers, entry, weights, threads)
+        ahead.compile_ahead(target_name, output, product, chosen, how)
         return
-    _compile_offline(target_name, output, product, (mode, streams, super_kernel, may_round, layers))
+    _compile_offline(target_name, output, product, (*how, layers))
 
 
 def _compile_offline(

@@ -4,6 +4,7 @@ Capacity is the bytes of a value whose shape fits one of the operator's roles, a
 count a cut takes one wide tensor for three; by plain bytes it sits in low-rank projections. Both were tried.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -44,7 +45,8 @@ def find_leaves(
     Leaves do not depend on each other: one that does is pushed inside and the cut repeated, the last finite cut kept.
     What is `given` is a leaf where the core reads it, and no reason to cut there what else is made of it.
     """
-    found = _found_leaves(flow, set(core), eligible, kept, capacity, given)
+    # Asked of each node of a window once for every cut that is tried.
+    found = _found_leaves(flow, set(core), functools.cache(eligible), kept, capacity, given)
     return found if isinstance(found, Leak) else tuple(flow.in_order({*found, *given}))
 
 

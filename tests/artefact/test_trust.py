@@ -230,3 +230,13 @@ def test_what_is_unpacked_is_checked_and_made_again(copied, own_cache):
     load(copied)
     assert not (folder / "0" / "extra.so").exists()
     assert [path for path in folder.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_without_a_cache_folder_a_temporary_one_serves(copied, tmp_path, monkeypatch):
+    monkeypatch.setenv("K31_CACHE_KEY", "one secret of two machines")
+    _remade(copied)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("K31_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    x, weights = many_arguments(4)
+    with torch.no_grad():
+        assert load(copied)(x, weights).shape == (2, 4)

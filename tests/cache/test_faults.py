@@ -177,7 +177,8 @@ def test_a_clock_that_was_set_back(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: now() - 86400 * 10**9)
     monkeypatch.setattr(time, "time", lambda: seconds() - 86400)
     for place, key in enumerate(keys[3:], 3):
-        assert put(store, key) is not None
+        folder = put(store, key)
+        assert folder.stat().st_mtime == pytest.approx(time.time(), abs=60)
         assert store.find(key) is not None
         assert sorted(store.places.entry_keys()) == keys[place - 2 : place + 1]
     assert left_over(store) == []

@@ -172,12 +172,14 @@ def test_nothing_half_written_lies_there(machine, shelf, tmp_path, monkeypatch):
 
     monkeypatch.setattr(local, "mv", fail)
     with pytest.warns(
-        UserWarning, match=r"is not used any more.*failed when it was given entry 77aa.*No space left"
+        UserWarning, match=r"is given nothing more.*failed when it was given entry 77aa.*No space left"
     ) as told:
         assert put(a, OTHER) is not None
     assert len(told) == 1
     assert stored(tmp_path) == [path]
     assert a.find(OTHER) is not None
+    a.clear()
+    assert a.find(KEY) is not None, "it is still read"
 
 
 def test_it_may_be_read_only(machine, url, monkeypatch):
@@ -214,10 +216,36 @@ def test_a_slow_one_costs_the_stated_wait_together(machine, shelf, monkeypatch):
     monkeypatch.setattr(Remote, "_read", lambda *_: time.sleep(0.2))
     a = machine("a", shelf)
     begin = time.monotonic()
-    with pytest.warns(UserWarning, match=r"not used any more|took 0.5 s together|within 0.5 s") as told:
+    with pytest.warns(
+        UserWarning,
+        match=r"is not used any more by this process, (waiting for it took 0.5 s together|it did not answer)",
+    ) as told:
         look_for_many(a)
     assert time.monotonic() - begin < 1.5
     assert len(told) == 1
+
+
+def test_slow_writes_cost_the_stated_wait_together_unless_asked_for(machine, shelf, monkeypatch):
+    monkeypatch.setenv("K31_REMOTE_TIMEOUT", "0.5")
+    monkeypatch.setattr(Remote, "_write", lambda *_: time.sleep(0.2) or b"done")
+    a = machine("a", shelf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setenv("K31_REMOTE_WRITE", "0")
+        local = machine("a", shelf)
+        assert all(put(local, f"{number:064x}") for number in range(6))
+        assert all(local.push(f"{number:064x}", is_asked_for=True) for number in range(6))
+    begin = time.monotonic()
+    with pytest.warns(
+        UserWarning, match=r"is not used any more by this process, (waiting for it took 0.5 s|it did not)"
+    ):
+        put_many(a)
+    assert time.monotonic() - begin < 2
+
+
+def put_many(store):
+    for number in range(20):
+        assert put(store, f"{100 + number:064x}") is not None
 
 
 def test_a_port_where_nobody_answers(machine, monkeypatch):

@@ -9,6 +9,7 @@ from store_cases import KEY, OTHER, left_over, put
 
 from k31compile.cache import verify
 from k31compile.cache.entry_store import EntryStore
+from k31compile.cache.scratch import machine_tag
 from k31compile.errors import StoreError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
@@ -181,6 +182,16 @@ def test_clearing_leaves_what_belongs_to_somebody_else(store):
     os.chown(folder, 12345, -1)
     assert list(store.clear().kept) == [str(folder)]
     assert (folder / "library.so").exists()
+
+
+@needs_root
+def test_what_another_user_left_half_made_stays(store):
+    put(store)
+    folder = store.places.making / f"new.{machine_tag()}.{2**22 + 1}.17.abcdef"
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+    store.gc()
+    assert folder.exists()
 
 
 def test_clearing_takes_what_was_set_aside_and_what_cannot_be_read(store):

@@ -126,7 +126,7 @@ def test_push_gives_entries_to_other_machines(filled, k31, k31_json, tmp_path, m
     monkeypatch.setenv("K31_CACHE_DIR", str(tmp_path / "other"))
     assert open_store(url).find(TWO) is not None
     (tmp_path / "shelf" / "file").write_text("")
-    with pytest.warns(UserWarning, match="is not used any more by this process"):
+    with pytest.warns(UserWarning, match="is given nothing more by this process"):
         code, data = k31_json("cache", "push", f"{url}/file")
     assert (code, data["given"], data["left"]) == (1, [], [TWO])
     assert "failed when it was given entry" in data["why"]

@@ -12,7 +12,6 @@ Run = Callable[..., tuple[int, str, str]]
     ("arguments", "code", "told"),
     [
         (["tiny:decode", "-o", "OUT"], 2, "does not end in .k31; give -o F.k31, or add --offline --target ascend-a3"),
-        (["tiny:decode", "-o", "OUT.k31", "--target", "ascend-a3"], 2, "F.k31 for ascend-a3 is not built yet"),
         (["tiny:decode", "-o", "OUT.k31", "--target", "gpu"], 2, "there is no target 'gpu'; targets: cpu"),
         (["tiny", "-o", "OUT.k31", "--entry", "tiny:x"], 2, "no entry 'tiny:x'; entries: tiny:prefill, tiny:decode"),
         (["tiny", "-o", "OUT.k31", "--weights", "OUT"], 2, "does not exist; give a .safetensors file or its folder"),

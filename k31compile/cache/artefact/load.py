@@ -36,7 +36,9 @@ class Artefact:
     def __init__(self, opened: Opened, weights: str | os.PathLike[str] | None = None) -> None:
         where = str(opened.path)
         manifest = opened.manifest
-        check_machine(manifest["machine"])
+        self.payloads: list[dict[str, Any]] = manifest["payloads"]
+        if manifest["machine"] is not None:
+            check_machine(manifest["machine"])
         if manifest["kernels"] != kernels_digest():
             raise ArtefactError("it was made with kernels of another version of k31compile", where)
         if problems := missing_operators(manifest["operators"]):
@@ -60,6 +62,8 @@ class Artefact:
         Raises:
             CallRefusedError: none does; the text names the argument, what it is, and what is allowed.
         """
+        if self.payloads:
+            raise _needs_device(self.payloads[0], str(self.path))
         refused: list[tuple[Program, Mismatch]] = []
         for program in self._order:
             try:
@@ -93,11 +97,13 @@ class Artefact:
     @property
     def entries(self) -> list[str]:
         """The names of its entries."""
-        return [program.name for program in self.programs]
+        return [*(program.name for program in self.programs), *(payload["name"] for payload in self.payloads)]
 
     def report(self, entry: str) -> dict[str, Any]:
         """The report of the compile of an entry: what was fused, and the rest of it."""
-        found: dict[str, Any] = json.loads(self._files[f"{self.program(entry).data['folder']}/report.json"])
+        payload = next((one for one in self.payloads if one["name"] == entry), None)
+        folder = (payload or self.program(entry).data)["folder"]
+        found: dict[str, Any] = json.loads(self._files[f"{folder}/report.json"])
         return found
 
     def example(self, entry: str) -> tuple[list[torch.Tensor], str]:
@@ -111,6 +117,9 @@ class Artefact:
         for program in self.programs:
             if program.name == entry:
                 return program
+        for payload in self.payloads:
+            if payload["name"] == entry:
+                raise _needs_device(payload, str(self.path))
         raise CallRefusedError(f"there is no entry {entry!r}", hint=f"entries: {', '.join(self.entries)}")
 
 
@@ -133,6 +142,13 @@ def _adopt_kernels(path: Path, where: str) -> None:
         loader.adopt(path)
     except BuildError as error:
         raise ArtefactError(f"its kernels do not load: {error}", where) from error
+
+
+def _needs_device(payload: dict[str, Any], where: str) -> CallRefusedError:
+    made_by = ", ".join(f"{name} {version}" for name, version in payload["versions"].items())
+    what = f"entry {payload['name']!r} is a graph for {payload['target']}, made with {made_by}"
+    hint = "compile it for the CPU: k31 compile TARGET -o F.k31; its graph can be looked at with --offline -o DIR"
+    return CallRefusedError(f"{what}, and there is no such NPU here", where, hint=hint)
 
 
 def _refusal(refused: Sequence[tuple[Program, Mismatch]], where: str) -> CallRefusedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from k31compile.cache.artefact import conditions
 from k31compile.cache.artefact.arguments import Matcher
 from k31compile.cache.artefact.flags import check_flags
-from k31compile.cache.artefact.results import TENSORS, places_of, result_maker
+from k31compile.cache.artefact.results import TENSORS, Maker, places_of, result_maker
 from k31compile.cache.artefact.signature import bind, signature_from
 from k31compile.cache.artefact.tensors import ALL_TENSORS_FIT, Mismatch, TensorCheck, TensorPromise, extent
 from k31compile.targets.native.load import load_native
@@ -39,7 +40,6 @@ class Program:
         self._tensors = [(i, one["tensor"]) for i, one in enumerate(data["inputs"]) if "tensor" in one]
         self._sizes = [(i, *one["size"]) for i, one in enumerate(data["inputs"]) if "size" in one]
         self._call = load_native(folder, data["plan"])
-        self._result = result_maker(data["result"])
 
     def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """The arguments of a call by name and the tensors in them.
@@ -83,7 +83,12 @@ class Program:
     def run(self, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Compute what was checked by `take`."""
         outputs, inputs = self.compute(tensors)
-        return self._result(outputs, inputs, {**arguments, TENSORS: tensors})
+        return self._make_result(outputs, inputs, {**arguments, TENSORS: tensors})
+
+    @functools.cached_property
+    def _make_result(self) -> Maker:
+        """Made at the first call: the classes of a result may be imported after the artefact was loaded."""
+        return result_maker(self.data["result"])
 
     def compute(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
         """The outputs of the graph, and its inputs, for tensors that were checked."""

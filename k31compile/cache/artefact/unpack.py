@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -20,9 +21,24 @@ _KEPT = 16
 def unpacked(digest: str, files: Mapping[str, bytes]) -> Path:
     """The folder with these files, made where it is not there or not sound.
 
+    Where the user's cache folder cannot be written, as in a sealed image, it is a temporary one of this process.
+
     Raises:
-        StoreError: the cache folder cannot be used.
+        StoreError: that cannot be written either.
     """
+    try:
+        return _in_cache(digest, files)
+    except StoreError as error:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="k31-artefact-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            _write(folder / digest[:32], files)
+        except OSError:
+            raise error from None
+        return folder / digest[:32]
+
+
+def _in_cache(digest: str, files: Mapping[str, bytes]) -> Path:
     root = cache_dir() / "artefacts"
     try:
         root.mkdir(mode=0o700, exist_ok=True)

@@ -72,8 +72,8 @@ class Hashes:
     """SHA-256 of files, recorded under a signature with size, time and inode: gigabytes are not read at each start."""
 
     def __init__(self) -> None:
-        self._path = cache_dir() / "artefacts" / _RECORD
-        self._known = _read_record(self._path)
+        self._path = _record_path()
+        self._known = _read_record(self._path) if self._path is not None else {}
         self._changed = False
 
     def of(self, path: Path) -> str:
@@ -93,7 +93,7 @@ class Hashes:
 
     def keep(self) -> None:
         """Write the record where something was added to it; where that cannot be, the next start hashes again."""
-        if not self._changed:
+        if not self._changed or self._path is None:
             return
         known = dict(list(self._known.items())[-_KEPT:])
         text = json.dumps(known, sort_keys=True).encode()
@@ -102,6 +102,13 @@ class Hashes:
             atomic_write(self._path, signatures.sign(text, signatures.local_key()).encode() + b"\n" + text)
         except (OSError, StoreError):
             return
+
+
+def _record_path() -> Path | None:
+    try:
+        return cache_dir() / "artefacts" / _RECORD
+    except StoreError:
+        return None
 
 
 def _read_record(path: Path) -> dict[str, list[Any]]:

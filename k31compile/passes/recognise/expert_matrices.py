@@ -71,17 +71,15 @@ def body_above(
     flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collection[fx.Node], weights: Collection[fx.Node]
 ) -> tuple[set[fx.Node], list[fx.Node]]:
     """What lies between tokens, choices and `out` where each expert is written out, and the matrices in it."""
-    shared = shared_factors(flow)
+    shared, single, pairs = shared_factors(flow), single_matrices(flow), shape_of(anchor)
 
     def is_leaf(node: fx.Node) -> bool:
-        if node is anchor or node in weights or node in single_matrices(flow):
-            return True
-        if is_far_above(flow, anchor, node):
+        if node is anchor or node in weights or node in single or is_far_above(flow, anchor, node):
             return True
         if node in inside or not is_float(node):
             return False
-        is_tokens = node in shared and shape_of(node)[:-1] == shape_of(anchor)[:-1]
-        return is_tokens or shape_of(node) == shape_of(anchor)
+        shape = shape_of(node)
+        return shape == pairs or (node in shared and shape[:-1] == pairs[:-1])
 
     reached = flow.ancestors([out], stop=is_leaf)
     body = {node for node in reached if not is_leaf(node)} - flow.constants

@@ -65,7 +65,7 @@ class GroupedExpertsRecogniser(Recogniser):
     def demands(self, flow: Dataflow, anchor: fx.Node) -> Iterator[Demand]:
         """From the experts to the nearest rows that everything goes through; the weights may depend on the experts."""
         for out in itertools.chain(nearest_exits(flow, anchor), _exits_of_sets(flow, anchor)):
-            inside = flow.between([anchor], [out]) - {anchor}
+            inside = between(flow, anchor, out)
             if _is_served_before(flow, anchor, out):
                 continue
             stacks = _stacks_above(flow, anchor, out, inside)
@@ -81,7 +81,7 @@ class GroupedExpertsRecogniser(Recogniser):
     def readings(self, flow: Dataflow, anchor: fx.Node, region: Region) -> Iterator[Reading]:
         """Told apart by shape, and by running."""
         out = region.outputs[0]
-        inside = flow.between([anchor], [out]) - {anchor}
+        inside = between(flow, anchor, out)
         starts = [node for node in starts_of(flow, out, inside) if node in region.leaves]
         possible = _stacks(flow, anchor)
         matrices = [leaf for leaf in region.leaves if leaf in possible]
@@ -114,7 +114,7 @@ class GroupedExpertsRecogniser(Recogniser):
         if any(len(shape_of(anchor)) > len(shape_of(user)) > 1 for user in flow.users[anchor] if is_pairs(flow, user)):
             return False
         for out in nearest_exits(flow, anchor):
-            inside = flow.between([anchor], [out]) - {anchor}
+            inside = between(flow, anchor, out)
             if inside & other_choices(flow):
                 return False  # what lies behind another choice is that one's: integers of an indexer end there
             if are_projections(_stacks_above(flow, anchor, out, inside)):
@@ -127,6 +127,12 @@ class GroupedExpertsRecogniser(Recogniser):
     def hint(self, reason: str) -> str:
         """What to change."""
         return "the recognised form is sum_j w_j down_e(act(gate_e(x), up_e(x))) with SiTU or SwiGLU"
+
+
+def between(flow: Dataflow, anchor: fx.Node, out: fx.Node) -> set[fx.Node]:
+    """What lies between the experts and a row made with them, the row among it; asked for time and again."""
+    name = f"between {anchor.name} and {out.name}"
+    return flow.remember(name, lambda: flow.between([anchor], [out]) - {anchor})
 
 
 def _demands_of_stacks(
@@ -217,7 +223,7 @@ def _exits_of_sets(flow: Dataflow, anchor: fx.Node) -> Iterator[fx.Node]:
 
 def _matrices_above(flow: Dataflow, anchor: fx.Node, out: fx.Node) -> frozenset[fx.Node]:
     """Stacks or single matrices that the row is made with."""
-    inside = flow.between([anchor], [out]) - {anchor}
+    inside = between(flow, anchor, out)
     stacks = _stacks_above(flow, anchor, out, inside)
     if stacks:
         return frozenset(stack for (stack,) in stacks)
@@ -226,14 +232,14 @@ def _matrices_above(flow: Dataflow, anchor: fx.Node, out: fx.Node) -> frozenset[
 
 def _is_served_before(flow: Dataflow, anchor: fx.Node, out: fx.Node) -> bool:
     """Whether experts of ours lie between."""
-    return any(str(node.target) == _EXPERTS for node in flow.between([anchor], [out]))
+    return any(str(node.target) == _EXPERTS for node in between(flow, anchor, out))
 
 
 def _is_set(flow: Dataflow, anchor: fx.Node, out: fx.Node) -> bool:
     """Whether the row could be what a whole set of experts gives."""
     if _is_served_before(flow, anchor, out):
         return True
-    inside = flow.between([anchor], [out]) - {anchor}
+    inside = between(flow, anchor, out)
     stacks = _stacks_above(flow, anchor, out, inside)
     body, singles = body_above(flow, anchor, out, inside, starts_of(flow, out, inside))
     numbers = set(comparisons_with(anchor, inside).values())
@@ -257,18 +263,24 @@ def _stacks_above(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collect
 
 def _body_of_stacks(flow: Dataflow, anchor: fx.Node, out: fx.Node, inside: Collection[fx.Node]) -> set[fx.Node]:
     """What `out` is made of, down to stacks and to rows that are made without them."""
-    stacks, starts = _stacks(flow, anchor), starts_of(flow, out, inside)
-
-    def is_leaf(node: fx.Node) -> bool:
-        if node is anchor or node in starts or is_far_above(flow, anchor, node):
-            return True
-        plain = is_float(node) and shape_of(node) in (shape_of(anchor), shape_of(out)) and node not in inside
-        return plain and not made_with_a_stack(behind_views_and_casts(node))
+    stacks, shapes = _stacks(flow, anchor), (shape_of(anchor), shape_of(out))
 
     def made_with_a_stack(product: fx.Node) -> bool:
         return any(behind_views_and_casts(source) in stacks for source in flow.inputs[product])
 
-    return flow.ancestors([out], stop=is_leaf)
+    def find() -> set[fx.Node]:
+        starts = starts_of(flow, out, inside)
+
+        def is_leaf(node: fx.Node) -> bool:
+            if node is anchor or node in starts or is_far_above(flow, anchor, node):
+                return True
+            plain = node not in inside and shape_of(node) in shapes and is_float(node)
+            return plain and not made_with_a_stack(behind_views_and_casts(node))
+
+        return flow.ancestors([out], stop=is_leaf)
+
+    # `inside` is what lies between the two, whoever asks.
+    return flow.remember(f"body of stacks from {anchor.name} to {out.name}", find)
 
 
 def _may_be_leaf(pairs: tuple[int, ...], widths: Collection[int], node: fx.Node) -> bool:

@@ -26,7 +26,12 @@ def build_native(module: fx.GraphModule, example_inputs: Sequence[Any], folder: 
     Raises:
         NativeError: AOTInductor cannot build this graph; the text says why.
     """
-    copy, inputs, plan = prepare(module, example_inputs)
+    try:
+        copy, inputs, plan = prepare(module, example_inputs)
+    except NativeError:
+        raise
+    except Exception as error:
+        raise _cannot("it cannot be prepared for AOTInductor", error) from error
     if not any("library" in output for output in plan["outputs"]) and not _writes(copy):
         raise NativeError("the graph computes nothing")
     with tempfile.TemporaryDirectory(prefix=".native-", dir=folder) as scratch:
@@ -53,9 +58,13 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], scratch: Path) -> Pa
             warnings.simplefilter("ignore")
             made: Any = compile_fx_aot(module, list(inputs), config_patches=patches)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise NativeError(f"AOTInductor cannot build it: {type(error).__name__}: {lines[0]}") from error
+        raise _cannot("AOTInductor cannot build it", error) from error
     return Path(made)
+
+
+def _cannot(what: str, error: Exception) -> NativeError:
+    lines = str(error).strip().splitlines() or [""]
+    return NativeError(f"{what}: {type(error).__name__}: {lines[0]}")
 
 
 def _strip(library: Path) -> None:
