@@ -19,6 +19,7 @@ from k31compile.leaves.known import KNOWN
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
     """Fresh compiler state, no knowledge of an earlier test, and every sentence is told again."""
+    (tmp_path / "functions").mkdir(mode=0o700)
     monkeypatch.setattr(known, "_folder", lambda: tmp_path / "functions")
     monkeypatch.setattr(notes, "_logged", set())
     torch._dynamo.reset()
