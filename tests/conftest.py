@@ -1,12 +1,38 @@
 """What the tests of several folders share."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+_CACHE_DIR = os.environ.get("K31_CACHE_DIR")
+
+
+@pytest.fixture(autouse=True)
+def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A store of compiled graphs for each test: what an earlier one kept would be found, and nothing be compiled.
+
+    A test that sets K31_CACHE_DIR has its own already.
+    """
+    if "torch" not in sys.modules:
+        return  # nothing is compiled where torch must not be imported
+    from k31compile.cache import opened
+    from k31compile.cache.entry_store import EntryStore, default_store
+
+    made: list[EntryStore] = []
+
+    def store() -> EntryStore:
+        if os.environ.get("K31_CACHE_DIR") != _CACHE_DIR:
+            return default_store()
+        if not made:
+            made.append(EntryStore(tmp_path_factory.mktemp("store")))
+        return made[0]
+
+    monkeypatch.setattr(opened, "default_store", store)
 
 
 @pytest.fixture
