@@ -114,7 +114,7 @@ def inductor_digest() -> str:
     values = {
         name: value
         for name, value in settings.save_config_portable().items()
-        if not name.startswith(_OTHER_MACHINES + _SAYS_ONLY)
+        if not name.startswith(_OTHER_MACHINES + _SAYS_ONLY + _WRITTEN)
     }
     for name in _PASSES:  # Inductor leaves them out of its own text
         if getattr(settings, name, None) is not None:
