@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from k31compile.bundle.container import Opened, open_bundle
 from k31compile.bundle.parts import PARTS, part_of
 from k31compile.cache.entry_store import EntryStore
 from k31compile.cache.manifest import MANIFEST, is_key, is_payload_name, manifest_bytes, parse
-from k31compile.cache.places import Places
-from k31compile.cache.scratch import new_folder, remove_made
+from k31compile.cache.scratch import scratch_folder
 from k31compile.cache.surroundings import describe_installation
 from k31compile.errors import BundleError, StoreError
 from k31compile.signatures import local_key, shared_key
@@ -77,7 +75,7 @@ def import_bundle(path: Path, store: EntryStore) -> Received:
     key = shared_key()
     try:
         store.places.prepare()
-        with _scratch(store.places) as scratch:
+        with scratch_folder(store.places.making, "import") as scratch:
             unpacked = _unpack(path, key, store, scratch)
             return _keep(unpacked, store)
     except OSError as error:
@@ -196,12 +194,3 @@ def _keep_parts(bodies: Mapping[str, bytes], received: Received) -> None:
             received.failed[name] = str(error)
         else:
             received.parts[part.folder]["new"] += 1
-
-
-@contextmanager
-def _scratch(places: Places) -> Iterator[Path]:
-    folder = new_folder(places.making, "import")
-    try:
-        yield folder
-    finally:
-        remove_made(folder)

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
@@ -21,7 +21,7 @@ from k31compile.cache.limits import Limits, make_room, touch
 from k31compile.cache.manifest import MANIFEST, SIGNATURE, is_payload_name, manifest_bytes
 from k31compile.cache.places import Places
 from k31compile.cache.removal import size_of
-from k31compile.cache.scratch import new_folder, remove_made
+from k31compile.cache.scratch import scratch_folder
 from k31compile.cache.usage import Usage
 from k31compile.errors import StoreError
 from k31compile.signatures import sign
@@ -61,7 +61,7 @@ def write_entry(places: Places, limits: Limits, draft: Draft, signing: bytes, is
     disk does not take it, and StoreError when it is larger than the whole store may be; nothing is left behind.
     """
     final = places.entries / draft.key
-    with _scratch(places) as folder:
+    with scratch_folder(places.making, "new") as folder:
         _fill(folder, draft, signing)
         size = size_of(folder)
         if size > limits.bytes:
@@ -95,15 +95,6 @@ def flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-@contextlib.contextmanager
-def _scratch(places: Places) -> Iterator[Path]:
-    folder = new_folder(places.making, "new")
-    try:
-        yield folder
-    finally:
-        remove_made(folder)
 
 
 def _fill(folder: Path, draft: Draft, signing: bytes) -> None:

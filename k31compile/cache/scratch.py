@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 STALE_SECONDS = 900
@@ -25,6 +26,16 @@ def new_folder(place: Path, purpose: str) -> Path:
     folder = new_name(place, purpose)
     folder.mkdir(mode=0o700)
     return folder
+
+
+@contextlib.contextmanager
+def scratch_folder(place: Path, purpose: str) -> Iterator[Path]:
+    """A private folder that is gone after the block, unless it was renamed in it."""
+    folder = new_folder(place, purpose)
+    try:
+        yield folder
+    finally:
+        remove_made(folder)
 
 
 def new_name(place: Path, purpose: str) -> Path:
