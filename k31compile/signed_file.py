@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from pathlib import Path
 from k31compile.errors import StoreError
 from k31compile.signatures import is_signed, local_key, sign
 from k31compile.store import atomic_write, cache_dir, check_private
+
+log = logging.getLogger("k31compile")
 
 MOST_BYTES = 1 << 20
 """A file beyond this is none of ours."""
@@ -114,6 +117,15 @@ def bodies(folder: Path, pattern: str) -> Iterator[tuple[str, bytes | StoreError
             continue
         if body is not None:
             yield path.name, body
+
+
+def sound_bodies(folder: Path, known_as: str) -> Iterator[tuple[str, bytes]]:
+    """Each signed file of a folder as `known_as/NAME`, and its body; one that is refused is named and left out."""
+    for name, body in bodies(folder, "*.signed"):
+        if isinstance(body, StoreError):
+            log.warning("%s is left out: %s", name, body)
+        else:
+            yield f"{known_as}/{name}", body
 
 
 def require_keys(data: object, keys: Mapping[str, type]) -> None:

@@ -18,7 +18,15 @@ from typing import Any
 from k31compile.errors import StoreError
 from k31compile.graph.describe import Described
 from k31compile.graph.surroundings import situation, surroundings
-from k31compile.signed_file import bodies, keep_newest, private_folder, read_signed, require_keys, touch, write_signed
+from k31compile.signed_file import (
+    keep_newest,
+    private_folder,
+    read_signed,
+    require_keys,
+    sound_bodies,
+    touch,
+    write_signed,
+)
 
 log = logging.getLogger("k31compile")
 
@@ -193,11 +201,7 @@ def remembering(stored: bool) -> Iterator[None]:
 
 def exported() -> Iterator[tuple[str, bytes]]:
     """What is known of regions, for a bundle: file names below the cache folder, and contents without signatures."""
-    for name, body in bodies(_folder(), "*.signed"):
-        if isinstance(body, StoreError):
-            log.warning("%s is left out: %s", name, body)
-        else:
-            yield f"{FOLDER}/{name}", body
+    yield from sound_bodies(_folder(), FOLDER)
 
 
 def imported(name: str, body: bytes) -> None:
