@@ -1,7 +1,6 @@
 """Artefacts of small models, made once; a folder of its own for keys and what is unpacked."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,17 +10,25 @@ sys.path.insert(0, str(Path(__file__).parent))  # toy_entries
 
 
 @pytest.fixture(scope="session")
-def own_cache(tmp_path_factory) -> Iterator[Path]:
-    """The user's cache folder of all these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("user")
-        patch.setenv("K31_CACHE_DIR", str(folder))
-        patch.delenv("K31_CACHE_KEY", raising=False)
-        yield folder
+def user_folder(tmp_path_factory) -> Path:
+    """The user's cache folder of all these tests; it is in the environment while one of them runs, and no longer."""
+    return tmp_path_factory.mktemp("user")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(user_folder, monkeypatch) -> Path:
+    """That folder, with a key file of its own."""
+    return set_cache(user_folder, monkeypatch)
+
+
+def set_cache(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    patch.setenv("K31_CACHE_DIR", str(folder))
+    patch.delenv("K31_CACHE_KEY", raising=False)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def made(own_cache, tmp_path_factory) -> SimpleNamespace:
+def made(user_folder, tmp_path_factory) -> SimpleNamespace:
     """Two artefacts, what was told of each, and the models as they were."""
     import copy
 
@@ -32,7 +39,9 @@ def made(own_cache, tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("made")
     entries = {"rich": toy_entries.rich(), "many": toy_entries.many()}
     before = {name: copy.deepcopy(entry.model) for name, entry in entries.items()}
-    told = {name: make_artefact([entry], folder / f"{name}.k31") for name, entry in entries.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        set_cache(user_folder, patch)
+        told = {name: make_artefact([entry], folder / f"{name}.k31") for name, entry in entries.items()}
     files = {name: folder / f"{name}.k31" for name in entries}
     return SimpleNamespace(folder=folder, entries=entries, models=before, told=told, files=files)
 

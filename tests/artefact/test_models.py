@@ -19,9 +19,14 @@ from k31compile.errors import CallRefusedError
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def own_cache():
+    """The user's own folder, since the kernels are there: building them takes long."""
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The entries of `tiny` and their artefact; the kernels come from the user's own cache, building takes long."""
+    """The entries of `tiny` and their artefact."""
     entries = shipped_entries("tiny")
     file = tmp_path_factory.mktemp("tiny") / "tiny.k31"
     make_artefact(entries, file)
