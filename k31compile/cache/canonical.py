@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from k31compile.errors import KeyingError
+from k31compile.graph.library_names import name_in_library
 from k31compile.graph.sizes import expression_of, input_values, symbols_of
 
 Digest = Callable[[types.FunctionType], str]
@@ -117,10 +118,8 @@ def _function(target: Any, digest_of: Digest) -> str:
         if "triton" in target.name():
             raise KeyingError("the graph launches a Triton kernel of the model's own")
         return f"operator {target.name()}"
-    module = str(getattr(target, "__module__", None) or "")
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    if module.partition(".")[0] in _LIBRARIES or isinstance(target, types.BuiltinFunctionType | type):
-        return f"function {module}.{name}"
+    if known := name_in_library(target, _LIBRARIES):
+        return f"function {known}"
     if isinstance(target, types.FunctionType):
         return f"function {digest_of(target)}"
     raise KeyingError(f"the graph calls a {type(target).__name__}")
