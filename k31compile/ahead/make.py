@@ -15,7 +15,7 @@ from torch import nn
 
 from k31compile.ahead.capture import Built, build_entry
 from k31compile.ahead.variants import variants, with_sizes
-from k31compile.ahead.weight_table import SOURCE, Filed, WeightTable
+from k31compile.ahead.weight_table import SOURCE, Filed, WeightTable, refuse_foreign
 from k31compile.cache.artefact.container import canonical, write_artefact
 from k31compile.cache.artefact.flags import kernels_digest, machine
 from k31compile.cache.artefact.load import KERNELS
@@ -60,7 +60,7 @@ def make_artefact(
 
     Raises:
         ArtefactError: an entry's call cannot be written down as plain data, its graph cannot be built to a library, or
-            two entries take the same calls.
+            two entries take the same calls; or F.safetensors is there and is somebody else's.
         TraceError: an entry is not one graph.
         StoreError: the file cannot be signed or written.
     """
@@ -71,6 +71,8 @@ def make_artefact(
     compiles = [variant for entry in entries for variant in variants(entry)]
     declared = _declared(entries)
     _check_names(compiles)
+    if weights is None and not _sources(entries):
+        refuse_foreign(_own_weights(path))
     with tempfile.TemporaryDirectory(prefix="k31-ahead-") as scratch:
         built: list[Built] = []
         while len(built) < len(compiles):
@@ -160,9 +162,18 @@ def _write(built: Sequence[Built], path: Path, weights: Path | None, progress: P
 
 def placed_weights(table: WeightTable, entries: Sequence[Entry], weights: Path | None, path: Path) -> Filed:
     """The weights in the files that the caller or the models name, the others in a file beside the artefact."""
+    return table.file_them(_sources(entries), weights, _own_weights(path))
+
+
+def _sources(entries: Sequence[Entry]) -> list[Path]:
+    """Where the models of the entries were loaded from, as they say themselves."""
     found = [getattr(entry.model, SOURCE, None) for entry in entries]
-    sources = list(dict.fromkeys(Path(place) for place in found if place is not None and Path(place).exists()))
-    return table.file_them(sources, weights, path.with_suffix(".safetensors"))
+    return list(dict.fromkeys(Path(place) for place in found if place is not None and Path(place).exists()))
+
+
+def _own_weights(path: Path) -> Path:
+    """The file beside an artefact for the weights that are in no checkpoint."""
+    return path.with_suffix(".safetensors")
 
 
 def _files(built: Sequence[Built]) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ from k31compile import signatures
 from k31compile.errors import ArtefactError, StoreError
 from k31compile.store import atomic_file, check_private
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, SIGNATURE, PLACES = "manifest.json", "signature.json", "places.json"
 _DATE = (1980, 1, 1, 0, 0, 0)
 _NOT_SIGNED = "set K31_CACHE_KEY to the key that it was made with, or make it again here: k31 compile TARGET -o F.k31"
