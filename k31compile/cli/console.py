@@ -50,10 +50,10 @@ def debug_wanted() -> bool:
 
 
 def output() -> Console:
-    """Return the console of results: standard output."""
+    """Return the console of results: standard output; `:one:` in it is part of a name, and no picture."""
     if sys.stdout.isatty():
-        return Console()
-    return Console(soft_wrap=True, width=int(os.environ.get("COLUMNS", "0")) or _PLAIN_WIDTH)
+        return Console(emoji=False)
+    return Console(emoji=False, soft_wrap=True, width=int(os.environ.get("COLUMNS", "0")) or _PLAIN_WIDTH)
 
 
 def table(*heads: str) -> Table:
@@ -66,7 +66,7 @@ def table(*heads: str) -> Table:
 
 def errors() -> Console:
     """Return the console of errors and progress: standard error."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return Console(stderr=True, emoji=False, soft_wrap=True, highlight=False)
 
 
 def emit(data: Mapping[str, Any], render: Callable[[Console], None]) -> None:
