@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from k31compile.ahead.make import Progress, example_of, placed_weights, without_times
+from k31compile.ahead.make import Progress, example_of, placed_weights, prepare_folder, without_times
 from k31compile.ahead.variants import replaced
 from k31compile.ahead.weight_table import WeightTable
 from k31compile.cache.artefact.arguments import Described, describe
@@ -47,6 +47,7 @@ def make_ascend_artefact(
         ArtefactError: an entry has dynamic sizes, or its arguments are no plain data.
         K31Error: as `compile_offline`.
     """
+    prepare_folder(path)
     table, told = WeightTable(), {}
     files: dict[str, bytes] = {}
     payloads = []
@@ -66,7 +67,6 @@ def make_ascend_artefact(
         seconds = time.perf_counter() - begin
         progress.add("convert", seconds)
         told[entry.name] = _told(graph, described, seconds)
-    path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     filed = placed_weights(table, entries, weights, path)
     manifest = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from k31compile.cache.artefact.tensors import extent
 from k31compile.cache.artefact.weight_files import relative_places
-from k31compile.errors import ArtefactError
+from k31compile.errors import ArtefactError, StoreError
 from k31compile.store import sha256_of
 from k31compile.weights.checkpoint import open_checkpoint
 from k31compile.weights.record import ND
@@ -53,6 +54,7 @@ class WeightTable:
         Raises:
             ArtefactError: it is not, a tensor has no values, or shares memory with one that is updated; or the file to
                 be written is somebody else's.
+            StoreError: it cannot be written.
         """
         filed = Filed()
         self._check_values()
@@ -175,5 +177,8 @@ def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if not path.is_file() or sha256_of(path) != sha256_of(partial):
             partial.chmod(0o644)
             partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"the weights cannot be written: {error}", str(path), hint="give -o another folder") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,6 +1,8 @@
 """What the model could have looked at is part of the promise: each way to lose it is refused or served right."""
 
 import contextlib
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,15 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from toy_entries import Pages, Store, rich_arguments
 
-from k31compile.ahead import capture, make_artefact
+from k31compile.ahead import Progress, capture, make, make_artefact
 from k31compile.ahead.weight_table import WeightTable
 from k31compile.cache.artefact import program as programs
 from k31compile.cache.artefact.arguments import Matcher, describe
 from k31compile.cache.artefact.conditions import value_of
+from k31compile.cache.artefact.container import open_artefact
 from k31compile.cache.artefact.tensors import Mismatch
 from k31compile.entry import Entry
-from k31compile.errors import ArtefactError
+from k31compile.errors import ArtefactError, StoreError
 from k31compile.options import Options
+from k31compile.targets.native.load import EXTERNS, LIBRARY
 
 X = torch.ones(3, 4)
 
@@ -83,7 +87,7 @@ def _by_size_of_another(x, other):
 
 def test_a_size_that_only_python_looks_at_is_a_condition(own_cache, tmp_path, monkeypatch):
     """The graph does not take the tensor, and was traced for some of its sizes only."""
-    monkeypatch.setattr(capture, "build_native", lambda graph, inputs, folder: {"tensors": [], "outputs": []})
+    monkeypatch.setattr(capture, "build_native", _no_library)
     entry = Entry("e", _by_size_of_another, (X, torch.ones(6, 2)), dynamic={"1": {0: ("N", 2, 9)}})
     built = capture.build_entry(entry, tmp_path, Options(), lambda text: None, {"N": (2, 9)})
     (condition,) = built.data["conditions"]
@@ -151,3 +155,44 @@ def test_an_argument_in_the_memory_of_a_weight_is_refused_where_one_is_written(r
         with torch.no_grad(), pytest.raises(Mismatch) if told else contextlib.nullcontext() as caught:
             program.take(args, {})
         assert not told or told in str(caught.value), name
+
+
+def test_a_folder_that_takes_no_file_is_refused_before_anything_is_compiled(own_cache):
+    begun = []
+    progress = Progress(begins=lambda name, reason: begun.append(name))
+    with pytest.raises(StoreError, match=r"the folder of f\.k31 cannot be written.*give -o another folder"):
+        make_artefact([Entry("line", nn.Linear(4, 4).eval(), (X,))], Path("/proc/f.k31"), progress=progress)
+    assert begun == []
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(own_cache, tmp_path, monkeypatch):
+    def full(*_):
+        raise StoreError("it cannot be written: No space left on device")
+
+    monkeypatch.setattr(make, "write_artefact", full)
+    monkeypatch.setattr(capture, "build_native", _no_library)
+    with pytest.raises(StoreError, match="No space left"):
+        make_artefact([Entry("line", nn.Linear(4, 4).eval(), (X,))], tmp_path / "f.k31")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _no_library(graph, inputs, folder):
+    for name in (LIBRARY, EXTERNS):
+        (folder / name).write_bytes(b"")
+    return {"tensors": [], "outputs": []}
+
+
+def test_a_zip_that_is_no_artefact_is_one_line(own_cache, tmp_path):
+    whole = tmp_path / "f.k31"
+    with zipfile.ZipFile(whole, "w") as archive:
+        archive.writestr("manifest.json", "{}")
+    data = bytearray(whole.read_bytes())
+    data[6] |= 1  # as if it were encrypted
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    whole.write_bytes(data)
+    with pytest.raises(ArtefactError, match="cut off, damaged or no artefact"):
+        open_artefact(whole)
+    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("manifest.json", b" " * (65 << 20))
+    with pytest.raises(ArtefactError, match=r"manifest\.json in it has 68157440 bytes"):
+        open_artefact(whole)
