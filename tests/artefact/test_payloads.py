@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from k31compile.cache.artefact.payloads import cann_version, check_payload
+from k31compile.cache.artefact.payloads import cann_version, check_payload, installed_versions
 from k31compile.errors import ArtefactError
 from k31compile.targets.ascend import providers
 
@@ -46,3 +46,9 @@ def test_another_cann_is_refused(installed, tmp_path):
     (tmp_path / "version.info").write_text("Version=8.3.RC1\n")
     with pytest.raises(ArtefactError, match=r"made with CANN 8\.5\.0, here it is 8\.3\.RC1"):
         check_payload(PAYLOAD, "f.k31")
+
+
+def test_what_has_no_version_is_left_out(installed):
+    installed["torch-npu"] = "2.0.0"
+    assert installed_versions(dict.fromkeys(["formula", "torch_npu", "nobodys", "fla_npu"])) == {"torch_npu": "2.0.0"}
+    assert set(installed_versions(dict.fromkeys(providers.PROVIDERS))) == {"torch_npu"}

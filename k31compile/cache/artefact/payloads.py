@@ -44,8 +44,8 @@ def installed_versions(names: Mapping[str, Any]) -> dict[str, str]:
             found[name] = torch.__version__
         elif name == CANN:
             found[name] = cann_version()
-        else:
-            found[name] = installed_version(PROVIDERS[name].distribution) if name in PROVIDERS else None
+        elif name in PROVIDERS and PROVIDERS[name].distribution:  # plain operators are nobody's
+            found[name] = installed_version(PROVIDERS[name].distribution)
     return {name: version for name, version in found.items() if version is not None}
 
 
