@@ -19,6 +19,7 @@ from torch._guards import TracingContext
 from k31compile.cache.entry_store import EntryStore, FoundEntry
 from k31compile.cache.key import Key, make_key
 from k31compile.cache.opened import open_store
+from k31compile.cache.surroundings import have_sources_changed
 from k31compile.errors import ColdCompileError, KeyingError, NativeError, StoreError
 from k31compile.graph.sizes import input_values, number_inputs
 from k31compile.leaves.bytecode import Unfit
@@ -98,6 +99,11 @@ class Keeping:
         program = {"plan": plan, "guards": guards}
         key = self._free_key()
         report.cache["key"] = key.digest
+        if have_sources_changed():
+            report.cache["why"] += (
+                "; not kept: files of k31compile have changed since this process began, start it anew"
+            )
+            return
         kept = self.store.publish(key.digest, _KIND, key.ingredients, program, report.to_kept(), files)
         if kept is None:
             report.cache["why"] = f"{report.cache['why']}; it could not be kept"

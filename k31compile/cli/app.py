@@ -41,6 +41,7 @@ _EPILOG = "Every command also takes --json (one JSON document on standard output
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    console.write_anything()
     arguments = console.take_flags(sys.argv[1:] if argv is None else argv)
     try:
         result = build_app(_chosen(arguments))(arguments or ["--help"], prog_name="k31", standalone_mode=False)

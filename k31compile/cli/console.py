@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -102,6 +103,13 @@ def in_one_line(error: Exception) -> str:
     """The kind of an error and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def write_anything() -> None:
+    """Let every text be printed: what a terminal's or a pipe's encoding does not have stands as its escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_output() -> None:

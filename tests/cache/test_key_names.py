@@ -10,9 +10,13 @@ from key_cases import differing, draw, key_of
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d, max_pool2d, silu
 
+from k31compile.cache import surroundings
 from k31compile.cache.canonical import _function
+from k31compile.cache.entry_store import EntryStore
+from k31compile.cache.key import Key
 from k31compile.errors import KeyingError
-from k31compile.keeping import _digest
+from k31compile.keeping import Keeping, _digest
+from k31compile.report import Report
 
 
 def test_functions_that_a_factory_made_have_their_own_names() -> None:
@@ -48,3 +52,15 @@ def _reading(pool: Callable[..., Any]) -> Any:
 def test_an_object_that_is_called_has_no_key() -> None:
     with pytest.raises(KeyingError, match="calls a partial"):
         _function(functools.partial(silu, inplace=False), _digest)
+
+
+def test_nothing_is_kept_once_our_own_files_have_changed(tmp_path, monkeypatch):
+    assert not surroundings.have_sources_changed()
+    (tmp_path / "other.py").write_text("VALUE = 1")
+    monkeypatch.setattr(surroundings, "_ROOT", tmp_path)
+    assert surroundings.have_sources_changed()
+    store, report = EntryStore(tmp_path / "store"), Report(cache={"why": "missed"})
+    keeping = Keeping(store, Key({"graph": "a"}), (), is_warm_required=False)
+    keeping.keep(tmp_path, {}, "", report)
+    assert "not kept: files of k31compile have changed since this process began" in report.cache["why"]
+    assert store.listed() == []

@@ -174,6 +174,16 @@ def test_it_starts_without_torch(filled, process, monkeypatch):
     assert Path(json.loads(done.stdout)["cache"]) == filled.root
 
 
+def test_a_name_that_the_output_cannot_spell_is_escaped(filled, process, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    folder = tmp_path / "é"
+    filled.root.rename(folder)
+    done = process("cache", "ls", "--cache", str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "3 entries" in done.stdout
+    assert "\\xe9" in done.stdout
+
+
 def test_sizes_and_ages_are_readable():
     assert [size_text(count) for count in (0, 999, 1000, 5 << 20, 250 << 20, 8 << 30)] == [
         "0 B",
