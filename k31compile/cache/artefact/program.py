@@ -71,8 +71,8 @@ class Program:
             if not conditions.value_of(condition, sizes):
                 found = ", ".join(f"{name} {size}" for name, size in sizes.items())
                 raise Mismatch("the sizes", f"are {found}", conditions.told(condition))
-        self._check_sharing(tensors)
         check_flags(self._flags)
+        self._check_sharing(tensors)
         if torch.is_grad_enabled():
             self._check_gradients(tensors)
 
