@@ -1,4 +1,4 @@
-"""Small ATEN operators that torchair does not convert, by those that it does, and which of torch's formulas it takes."""
+"""Small ATEN operators that torchair lacks, by those that it has, and which of torch's own formulas are taken."""
 
 from __future__ import annotations
 
