@@ -28,6 +28,11 @@ inline bool is_contiguous(const Tensor& x) {
     return true;
 }
 
+// Whether a thread's scratch holds the state of a head, as `beyond_scratch` in cpu/delta_rule.py has it.
+inline bool fits_scratch(int64_t width, int64_t depth) {
+    return width <= 1 << 10 && depth <= 1 << 10 && width * depth <= 1 << 18;
+}
+
 inline int64_t count_of(const Tensor& x) {
     int64_t count = 1;
     for (int64_t i = 0; i < x.dim; i++) count *= x.sizes[i];

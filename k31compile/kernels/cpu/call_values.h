@@ -57,7 +57,7 @@ class Arguments {
     Tensors tensors_or_none() { return is_nothing() ? Tensors{nullptr, 0} : tensors(); }
     int64_t integer() { return next(Value::INTEGER).integer; }
     double number() { return next(Value::NUMBER).number; }
-    double number_or(double otherwise) { return is_nothing() ? otherwise : number(); }
+    const double* number_or_none() { return is_nothing() ? nullptr : &next(Value::NUMBER).number; }
     bool flag() { return next(Value::FLAG).integer; }
     std::string_view word() { return next(Value::WORD).word; }
     // The place of a word in a list of those that are allowed.

@@ -7,9 +7,6 @@ extern "C" int64_t k31_delta_rule(k31::DeltaCall* call);
 namespace k31 {
 namespace {
 
-// As in cpu/delta_rule.py: what a thread's scratch holds.
-constexpr int64_t STATE_LIMIT = 1 << 18, SIDE_LIMIT = 1 << 10;
-
 struct Form {
     bool scalar_gate, by_chunk;
 };
@@ -29,7 +26,7 @@ bool serve_delta(Form form, Arguments& given, Results& results) {
     if (!given.sound() || query.dim != 4 || value.dim != 4) return false;
     const int64_t batch = query.sizes[0], tokens = query.sizes[1], heads = query.sizes[2];
     const int64_t width = query.sizes[3], depth = value.sizes[3];
-    if (width > SIDE_LIMIT || depth > SIDE_LIMIT || width * depth > STATE_LIMIT) return false;
+    if (!fits_scratch(width, depth)) return false;
     if (!is_readable(query) || !is_readable(key) || !is_readable(value) || !is_number(beta)) return false;
     if (!has_shape(key, {batch, tokens, heads, width}) || !has_shape(value, {batch, tokens, heads, depth})) return false;
     if (!has_shape(beta, {batch, tokens, heads})) return false;

@@ -66,6 +66,25 @@ Operator OPERATORS[] = {
      "float eps, Tensor? norm_weight=None, float norm_eps=1e-5, ScalarType? dtype=None) -> "
      "(Tensor, Tensor)",
      serve_attn_res_update},
+    {"short_conv(Tensor x, Tensor weight, *, Tensor? bias=None, Tensor? state=None, "
+     "Tensor? actual_seq_lengths=None, str activation='silu') -> (Tensor, Tensor)",
+     serve_short_conv},
+    {"gated_rms_norm(Tensor x, Tensor gate, Tensor weight, *, float eps, str activation='sigmoid', "
+     "bool norm_before_gate=True, str weight_cast='before', ScalarType? dtype=None) -> Tensor",
+     serve_gated_rms_norm},
+    {"mega_kda(Tensor[] x, Tensor[] conv_weight, Tensor[]? conv_state, Tensor raw_gate, Tensor a_log, "
+     "Tensor? dt_bias, Tensor raw_beta, Tensor state, Tensor out_gate, Tensor norm_weight, *, float norm_eps, "
+     "float? lower_bound=None, float l2_eps=1e-6, float beta_factor=1.0, float scale=1.0, str state_layout='KV', "
+     "ScalarType? beta_dtype=None, ScalarType? core_dtype=None, str norm_activation='sigmoid', "
+     "bool norm_before_gate=True, str weight_cast='before', ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+     serve_mega_kda},
+    {"moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, int k_group=1, int group_count=1, "
+     "int group_select_mode=1, float? group_fill=None, bool renorm=True, int norm_type=1, "
+     "float routed_scaling_factor=1.0, float eps=1e-20) -> (Tensor, Tensor)",
+     serve_moe_gating_top_k},
+    {"grouped_experts(Tensor x, Tensor expert_idx, Tensor weights, Tensor[] gate_proj, Tensor[] up_proj, "
+     "Tensor[] down_proj, *, str activation='situ', float situ_beta=4.0, float? linear_beta=25.0) -> Tensor",
+     serve_grouped_experts},
 };
 
 Tensor seen(const at::Tensor& tensor) {
