@@ -263,10 +263,11 @@ def _spoilt(draw, given):
 
 def _spoilt_tensor(draw, tensor):
     wrong = [tensor.double(), tensor.half(), tensor.int(), tensor.long(), tensor > 0, tensor.bfloat16(), tensor.float()]
-    wrong += [tensor[None], tensor.flatten(), tensor.sum(), tensor[:0], tensor.T if tensor.dim() == 2 else tensor[0:1]]
-    for dim in range(tensor.dim()):
-        wrong += [tensor.narrow(dim, 0, 0), tensor.narrow(dim, 0, 1), torch.cat((tensor, tensor), dim)]
-        wrong += [torch.stack((tensor, tensor), dim + 1).select(dim + 1, 0), tensor.transpose(dim, -1)]
-        wrong.append(tensor.narrow(dim, 0, 1).expand(tensor.shape))
+    wrong += [tensor[None], tensor.flatten(), tensor.sum(), tensor.T if tensor.dim() == 2 else tensor[None, None]]
+    for dim, size in enumerate(tensor.shape):
+        wrong += [tensor.narrow(dim, 0, 0), torch.cat((tensor, tensor), dim), tensor.transpose(dim, -1)]
+        wrong.append(torch.stack((tensor, tensor), dim + 1).select(dim + 1, 0))
+        if size:
+            wrong += [tensor.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1).expand(tensor.shape)]
     wrong += [tensor + 1000, -tensor] if not tensor.is_floating_point() and tensor.dtype != torch.bool else []
     return draw.one(*wrong, None)

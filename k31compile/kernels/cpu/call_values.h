@@ -49,11 +49,14 @@ class Arguments {
     const Tensor& tensor() { return readable(next(Value::TENSOR).tensor); }
     // Null where there is none.
     const Tensor* tensor_or_none() { return is_nothing() ? nullptr : &tensor(); }
+    // At least one.
     Tensors tensors() {
         const Value& value = next(Value::TENSORS);
+        if (value.integer == 0) sound_ = false;
         for (int64_t i = 0; i < value.integer; i++) readable(value.tensors[i]);
         return {value.tensors, value.integer};
     }
+    // None of them where there is no list.
     Tensors tensors_or_none() { return is_nothing() ? Tensors{nullptr, 0} : tensors(); }
     int64_t integer() { return next(Value::INTEGER).integer; }
     double number() { return next(Value::NUMBER).number; }

@@ -88,7 +88,7 @@ bool serve_grouped_experts(Arguments& given, Results& results) {
     const double beta = given.number();
     const double* linear_beta = given.number_or_none();
     if (!given.sound() || x.dim != 2 || !is_readable(x) || !is_number(weights)) return false;
-    if (!(beta > 0) || (linear_beta && !(*linear_beta > 0)) || !gates.count || !ups.count || !downs.count) return false;
+    if (!(beta > 0) || (linear_beta && !(*linear_beta > 0))) return false;
     if ((indices.kind != IS_INT32 && indices.kind != IS_INT64) || indices.dim != 2) return false;
     const int64_t rows = x.sizes[0], width = x.sizes[1], slots = indices.sizes[1];
     if (indices.sizes[0] != rows || !has_shape(weights, {rows, slots})) return false;
