@@ -26,9 +26,11 @@ class Draw:
     def floats(self, *shape, dtypes=FLOATS, readable=True):
         """Numbers of a drawn dtype, now and then a view with gaps; with `readable` the last axis has none."""
         dtype, gap = self.one(*dtypes), self.chance(0.3)
-        wide = [size + (3 if gap and (i < len(shape) - 1 or not readable) else 0) for i, size in enumerate(shape)]
-        whole = torch.randn(wide, generator=self.numbers).to(dtype)
-        view = whole[tuple(slice(1, 1 + size) if gap and size < wide[i] else slice(None) for i, size in enumerate(shape))]
+        room = [3 if gap and (dim < len(shape) - 1 or not readable) else 0 for dim in range(len(shape))]
+        wide = [size + more for size, more in zip(shape, room, strict=True)]
+        view = torch.randn(wide, generator=self.numbers).to(dtype)
+        for dim, size in enumerate(shape):
+            view = view.narrow(dim, min(1, room[dim]), size)
         if len(shape) > 2 and self.chance(0.3):
             order = [1, 0, *range(2, len(shape))]
             return view.permute(order).contiguous().permute(order)

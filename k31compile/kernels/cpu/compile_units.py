@@ -33,22 +33,21 @@ def compile_library(line: Sequence[str], units: Sequence[Path], made: Path, *, c
     kernels = [unit for unit in units if unit.name != _TORCH_UNIT and not unit.name.startswith(_CALLING)]
     folder = Path(torch.__file__).parent
     calling = [unit for unit in units if unit not in kernels] if calls_torch and _has_headers(folder) else []
-    commands = {unit: [*line, *_flags(unit, folder), "-c", str(unit)] for unit in (*calling, *kernels)}
-    outputs = {unit: made.with_name(f"{unit.stem}.o") for unit in commands}
-    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)))) as pool:
-        complaints = dict(
-            zip(commands, pool.map(lambda unit: _run([*commands[unit], "-o", str(outputs[unit])]), commands), strict=True)
-        )
-    refused = next((complaint for unit in kernels if (complaint := complaints[unit])), None)
-    if refused:
+    objects = {unit: made.with_name(f"{unit.stem}.o") for unit in (*calling, *kernels)}
+    lines = [[*line, *_flags(unit, folder), "-c", str(unit), "-o", str(to)] for unit, to in objects.items()]
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+        complaints = list(pool.map(_run, lines))
+    link = [*line, "-shared", "-o", str(made), *(str(objects[unit]) for unit in kernels)]
+    if refused := next(filter(None, complaints[len(calling) :]), None):
         raise BuildError(f"the C++ compiler refused the kernels: {refused}")
-    refused = next((complaint for unit in calling if (complaint := complaints[unit])), None)
-    if refused:
+    if calling:
+        libraries = [f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+        refused = next(filter(None, complaints[: len(calling)]), None)
+        refused = refused or _run([*link, *(str(objects[unit]) for unit in calling), *libraries])
+        if refused is None:
+            return
         warnings.warn(f"k31compile: operators are called through Python, the compiler says: {refused}", stacklevel=2)
-        calling = []
-    libraries = [f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"] if calling else []
-    objects = [str(outputs[unit]) for unit in (*calling, *kernels)]
-    if refused := _run([*line, "-shared", "-o", str(made), *objects, *libraries]):
+    if refused := _run(link):
         raise BuildError(f"the C++ compiler does not link the kernels: {refused}")
 
 
