@@ -1,0 +1,98 @@
+"""Rows of a benchmark, one for each case and opponent, and the JSON document of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from k31compile.bench.goals import Goals
+from k31compile.bench.statistics import Ratio
+
+SUITES = ("operators", "models", "compile")
+
+
+@dataclass
+class Row:
+    """A case against one opponent.
+
+    Attributes:
+        suite, name, case, against: what is compared; ratio: other / k31, None where nothing may be said.
+        spread: distance of the quartiles of the ratio over its median; low, high: these quartiles.
+        noisy: the spread was larger than the effect, so there is no ratio.
+        roof: share of this run's own probe; peak_extra_bytes: beyond inputs and results, of one call of ours.
+        other_peak_extra_bytes: the same of the opponent; form: how the opponent's faster variant is written.
+        seconds, other_seconds: median time of one call; rounds: how often all were measured in turns.
+        threads: of the run; goal, must, verdict: what was wanted of the ratio, and whether it is met.
+        roof_goal, roof_must, roof_verdict: the same of the roof. limit_seconds, limit_verdict: of a time limit.
+        memory_limit, memory_verdict: of the extra memory. error: why there is no measurement.
+        series, size: where a chart shows it. notes: what else is to be known.
+
+    """
+
+    suite: str
+    name: str
+    case: str
+    against: str
+    threads: int
+    ratio: float | None = None
+    spread: float | None = None
+    low: float | None = None
+    high: float | None = None
+    noisy: bool = False
+    roof: float | None = None
+    peak_extra_bytes: int | None = None
+    other_peak_extra_bytes: int | None = None
+    form: str = ""
+    seconds: float | None = None
+    other_seconds: float | None = None
+    rounds: int = 0
+    goal: float | None = None
+    must: float | None = None
+    verdict: str | None = None
+    roof_goal: float | None = None
+    roof_must: float | None = None
+    roof_verdict: str | None = None
+    limit_seconds: float | None = None
+    limit_verdict: str | None = None
+    memory_limit: int | None = None
+    memory_verdict: str | None = None
+    error: str = ""
+    series: str = ""
+    size: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def take(self, measured: Ratio, ours: float, other: float) -> None:
+        """Note a ratio and the nanoseconds behind it; a noisy one leaves its quartiles only."""
+        self.noisy = measured.is_noisy
+        self.ratio = None if self.noisy else round(measured.middle, 3)
+        self.spread, self.rounds = round(measured.spread, 3), measured.rounds
+        self.low, self.high = round(measured.low, 3), round(measured.high, 3)
+        self.seconds, self.other_seconds = ours / 1e9, other / 1e9
+
+    def judge(self, goals: Goals) -> None:
+        """Hold what was measured against what is wanted."""
+        bound = goals.ratios.get(self.against)
+        if bound is not None and self.low is not None and self.high is not None:
+            self.goal, self.must = bound
+            # a clear ratio is judged by its median, a noisy one by its quartiles
+            low, high = (self.low, self.high) if self.ratio is None else (self.ratio, self.ratio)
+            self.verdict = bound.verdict(low, high)
+        if self.roof is not None:
+            self.roof_goal, self.roof_must = goals.roof
+            self.roof_verdict = goals.roof.verdict(self.roof, self.roof)
+        if goals.seconds is not None and self.seconds is not None:
+            self.limit_seconds = goals.seconds
+            self.limit_verdict = "goal" if self.seconds <= goals.seconds else "below"
+        if goals.extra_bytes is not None and self.peak_extra_bytes is not None:
+            self.memory_limit = goals.extra_bytes * self.threads
+            self.memory_verdict = "goal" if self.peak_extra_bytes < self.memory_limit else "below"
+
+
+def document(rows: list[Row], machine: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+    """The JSON document of a run."""
+    return {"rows": [asdict(row) for row in rows], "machine": machine, "versions": versions}
+
+
+def row_from(data: dict[str, Any]) -> Row:
+    """A row as another process sent it."""
+    return Row(**data)
