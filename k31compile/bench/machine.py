@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import k31compile
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
 """glibc's setting under which large temporaries stay with the process: the harder setting for the baselines."""
@@ -43,7 +42,7 @@ def version_facts() -> dict[str, str]:
     import torch
 
     return {
-        "k31compile": k31compile.__version__,
+        "k31compile": metadata.version("k31compile"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "libc": " ".join(platform.libc_ver()),
