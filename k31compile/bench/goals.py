@@ -37,6 +37,7 @@ class Goals:
         roof: bound of the share of this run's own probe.
         seconds: what one call may take at most, of a case that has a limit of its own; None without one.
         extra_bytes: memory for each thread beyond inputs and results; None where nothing is asked.
+        memory_ratio: how many times our extra memory the opponent's must be; None where nothing is asked.
 
     """
 
@@ -44,3 +45,4 @@ class Goals:
     roof: Bound = field(default_factory=Bound)
     seconds: float | None = None
     extra_bytes: int | None = 2 << 20
+    memory_ratio: float | None = None

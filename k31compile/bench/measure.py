@@ -41,6 +41,7 @@ class _Variant:
     call: Thunk
     extra: int | None = None
     error: str = ""
+    skipped: str = ""
 
     @property
     def key(self) -> str:
@@ -54,13 +55,13 @@ def measure_case(suite: str, case: Case, settings: Settings) -> list[Row]:
     with torch.no_grad():
         work = case.make()
         ours = _Variant(OURS, "", work.ours)
-        ours.extra, ours.error = _first_calls(ours, work, work.tolerance)
+        _call_first(ours, work, work.tolerance)
         if ours.error:
             return [_row(suite, case, name, settings, error=f"k31: {ours.error}") for name in settings.against]
         others = _others(work, settings)
         for variant in others:
-            variant.extra, variant.error = _first_calls(variant, work, work.plain_tolerance)
-        right = [variant for variant in others if not variant.error]
+            _call_first(variant, work, work.plain_tolerance)
+        right = [variant for variant in others if not variant.error and not variant.skipped]
         clock = clock_for(settings.threads)
         roof = Probed(work.roof, clock)
         roof.ask()
@@ -70,7 +71,11 @@ def measure_case(suite: str, case: Case, settings: Settings) -> list[Row]:
     opponents = [*settings.against, *([ONE_THREAD] if settings.threads > 1 else [])]
     rows = []
     for opponent in opponents:
-        row = _row(suite, case, opponent, settings, error=_errors(others, opponent))
+        own = [variant for variant in others if variant.opponent == opponent]
+        row = _row(suite, case, opponent, settings, error=_joined(own, "error"))
+        row.skipped = "" if any(variant in right for variant in own) else _joined(own, "skipped")
+        if not own:
+            row.skipped = "none of the forms is for it"
         row.peak_extra_bytes, row.roof = ours.extra, None if share is None else round(share, 3)
         candidates = [variant for variant in right if variant.opponent == opponent]
         if candidates:
@@ -97,20 +102,22 @@ def _on_one_thread(call: Callable[[], object]) -> object:
         return call()
 
 
-def _first_calls(variant: _Variant, work: Work, tolerance: float) -> tuple[int | None, str]:
-    """Extra memory of a call, and what is wrong with its result, "" for nothing.
+def _call_first(variant: _Variant, work: Work, tolerance: float) -> None:
+    """Note extra memory of a call and what is wrong with its result. An opponent is compiled before.
 
-    An opponent is compiled before.
+    An opponent that cannot be compiled or fails is left out; ours must not fail.
     """
     try:
         if variant.opponent != OURS:
             variant.call()
-        extra = peak_extra_bytes(variant.call)
-        wrong = work.check(variant.call(), tolerance)
-    except Exception as error:  # an opponent's compiler may fail in any way; that is a row, not the end of the run
-        first = next(iter(str(error).strip().splitlines()), "")
-        return None, f"{type(error).__name__}: {first}"
-    return extra, wrong or ""
+        variant.extra = peak_extra_bytes(variant.call)
+        result = variant.call()
+    except Exception as failure:  # another's compiler may fail in any way
+        first = next(iter(str(failure).strip().splitlines()), "")
+        why = f"{type(failure).__name__}: {first}"
+        variant.error, variant.skipped = (why, "") if variant.opponent == OURS else ("", why)
+        return
+    variant.error = work.check(result, tolerance) or ""
 
 
 def _samples(variants: Sequence[_Variant], work: Work, clock: Clock, settings: Settings) -> dict[str, list[float]]:
@@ -121,11 +128,8 @@ def _samples(variants: Sequence[_Variant], work: Work, clock: Clock, settings: S
     return alternate(samplers, settings.seconds, settings.fewest)
 
 
-def _errors(variants: Sequence[_Variant], opponent: str) -> str:
-    found = [v for v in variants if v.opponent == opponent]
-    if not found:
-        return "not measured: none of the forms is for it"
-    return "; ".join(f"{v.form or opponent}: {v.error}" for v in found if v.error)
+def _joined(variants: Sequence[_Variant], field: str) -> str:
+    return "; ".join(f"{v.form or v.opponent}: {getattr(v, field)}" for v in variants if getattr(v, field))
 
 
 def _compare(row: Row, ours: _Variant, candidates: Sequence[_Variant], taken: dict[str, list[float]]) -> None:

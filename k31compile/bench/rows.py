@@ -20,12 +20,15 @@ class Row:
         spread: distance of the quartiles of the ratio over its median; low, high: these quartiles.
         noisy: the spread was larger than the effect, so there is no ratio.
         roof: share of this run's own probe; peak_extra_bytes: beyond inputs and results, of one call of ours.
+            in the suite of compiles the resident peak of the whole process.
         other_peak_extra_bytes: the same of the opponent; form: how the opponent's faster variant is written.
         seconds, other_seconds: median time of one call; rounds: how often all were measured in turns.
         threads: of the run; goal, must, verdict: what was wanted of the ratio, and whether it is met.
         roof_goal, roof_must, roof_verdict: the same of the roof. limit_seconds, limit_verdict: of a time limit.
-        memory_limit, memory_verdict: of the extra memory. error: why there is no measurement.
-        series, size: where a chart shows it. notes: what else is to be known.
+        memory_limit: of the extra memory; memory_ratio_goal: how many times ours the opponent's must be;
+        memory_verdict: of either. error: a wrong result, or a failure of ours; there is no measurement then.
+        skipped: why there is no measurement where nothing is wrong with k31.
+        tokens: how many one call handles. series, size: where a chart shows it. details: what else was measured.
 
     """
 
@@ -55,11 +58,19 @@ class Row:
     limit_seconds: float | None = None
     limit_verdict: str | None = None
     memory_limit: int | None = None
+    memory_ratio_goal: float | None = None
     memory_verdict: str | None = None
     error: str = ""
+    skipped: str = ""
     series: str = ""
     size: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    tokens: int = 1
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing stands in the way of numbers."""
+        return not self.error and not self.skipped
 
     def take(self, measured: Ratio, ours: float, other: float) -> None:
         """Note a ratio and the nanoseconds behind it; a noisy one leaves its quartiles only."""
@@ -86,6 +97,10 @@ class Row:
         if goals.extra_bytes is not None and self.peak_extra_bytes is not None:
             self.memory_limit = goals.extra_bytes * self.threads
             self.memory_verdict = "goal" if self.peak_extra_bytes < self.memory_limit else "below"
+        if None not in (goals.memory_ratio, self.peak_extra_bytes, self.other_peak_extra_bytes):
+            wanted = goals.memory_ratio * self.peak_extra_bytes  # type: ignore[operator]
+            self.memory_ratio_goal = goals.memory_ratio
+            self.memory_verdict = "goal" if self.other_peak_extra_bytes >= wanted else "below"  # type: ignore[operator]
 
 
 def document(rows: list[Row], machine: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:

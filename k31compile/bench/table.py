@@ -16,8 +16,9 @@ _WORDS = {GOAL_MET: "yes", FLOOR_MET: "floor only", BELOW: "NO", UNTOLD: "noisy"
 def cells(row: Row) -> tuple[str, ...]:
     """The texts of one row, in the order of `HEADS`."""
     against = f"{row.against} ({row.form})" if row.form else row.against
-    if row.error and row.low is None:
-        return (row.name, row.case, against, f"not measured: {row.error}", "", "", "", "", "", "")
+    if row.low is None:
+        why = f"ERROR: {row.error}" if row.error else f"not measured: {row.skipped}"
+        return (row.name, row.case, against, why, *[""] * (len(HEADS) - 4))
     return (
         row.name,
         row.case,
@@ -37,6 +38,8 @@ def ratio_text(row: Row) -> str:
     if row.low is None or row.high is None:
         return ""
     text = f"noisy: {row.low:.2f} .. {row.high:.2f}" if row.ratio is None else f"{row.ratio:.2f} x"
+    if row.error:
+        text += f" ERROR: {row.error}"
     if row.limit_seconds is not None and row.seconds is not None:
         text += f" ({row.seconds * 1e3:.2f} ms)"
     return text
@@ -78,8 +81,9 @@ def summary(rows: Sequence[Row]) -> str:
     """How many rows meet goal, floor, neither, or could not be told."""
     words = [word for row in rows for word in (row.verdict, row.roof_verdict, row.limit_verdict, row.memory_verdict)]
     counts = {word: words.count(word) for word in (GOAL_MET, FLOOR_MET, BELOW, UNTOLD)}
-    failed = sum(bool(row.error) for row in rows)
+    failed, skipped = (sum(bool(getattr(row, name)) for row in rows) for name in ("error", "skipped"))
     return (
         f"{counts[GOAL_MET]} goals met, {counts[FLOOR_MET]} at the floor only, {counts[BELOW]} below it, "
-        f"{counts[UNTOLD]} that the noise hides; {failed} of {len(rows)} rows have an error"
+        f"{counts[UNTOLD]} that the noise hides; {len(rows)} rows, {failed} of them wrong, "
+        f"{skipped} not measured"
     )
