@@ -12,7 +12,7 @@ from k31compile.bench.measure import Settings
 from k31compile.bench.model_runs import Place, Variant, row_of, task_of
 from k31compile.bench.models.case import ModelCase
 from k31compile.bench.process import Worker
-from k31compile.bench.rows import Row
+from k31compile.bench.rows import Row, in_short
 from k31compile.bench.statistics import quartiles, ratio_of
 
 SUITE = "compile"
@@ -87,5 +87,5 @@ def _take(row: Row, ours: Sequence[float], other: Sequence[float]) -> None:
         row.take(ratio_of(ours, other), quartiles(ours)[1] * 1e9, quartiles(other)[1] * 1e9)
         return
     row.seconds, row.other_seconds, row.rounds = ours[0], other[0], 1
-    row.ratio = round(other[0] / ours[0], 3)
+    row.ratio = in_short(other[0] / ours[0])
     row.low = row.high = row.ratio

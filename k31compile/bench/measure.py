@@ -14,7 +14,7 @@ from k31compile.bench.case import OURS, Case, Thunk, Work, one_thread
 from k31compile.bench.clock import Clock, calls_per_sample, clock_for, sample
 from k31compile.bench.memory import peak_extra_bytes
 from k31compile.bench.roof import Probed
-from k31compile.bench.rows import Row
+from k31compile.bench.rows import Row, in_short
 from k31compile.bench.statistics import quartiles, ratio_of
 
 ONE_THREAD = "k31 on one thread"
@@ -76,7 +76,7 @@ def measure_case(suite: str, case: Case, settings: Settings) -> list[Row]:
         row.skipped = "" if any(variant in right for variant in own) else _joined(own, "skipped")
         if not own:
             row.skipped = "none of the forms is for it"
-        row.peak_extra_bytes, row.roof = ours.extra, None if share is None else round(share, 3)
+        row.peak_extra_bytes, row.roof = ours.extra, None if share is None else in_short(share)
         candidates = [variant for variant in right if variant.opponent == opponent]
         if candidates:
             _compare(row, ours, candidates, taken)

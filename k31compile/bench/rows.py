@@ -75,9 +75,9 @@ class Row:
     def take(self, measured: Ratio, ours: float, other: float) -> None:
         """Note a ratio and the nanoseconds behind it; a noisy one leaves its quartiles only."""
         self.noisy = measured.is_noisy
-        self.ratio = None if self.noisy else round(measured.middle, 3)
-        self.spread, self.rounds = round(measured.spread, 3), measured.rounds
-        self.low, self.high = round(measured.low, 3), round(measured.high, 3)
+        self.ratio = None if self.noisy else in_short(measured.middle)
+        self.spread, self.rounds = in_short(measured.spread), measured.rounds
+        self.low, self.high = in_short(measured.low), in_short(measured.high)
         self.seconds, self.other_seconds = ours / 1e9, other / 1e9
 
     def judge(self, goals: Goals) -> None:
@@ -106,6 +106,11 @@ class Row:
 def document(rows: list[Row], machine: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
     """The JSON document of a run."""
     return {"rows": [asdict(row) for row in rows], "machine": machine, "versions": versions}
+
+
+def in_short(value: float) -> float:
+    """Four digits: more is noise."""
+    return float(f"{value:.4g}")
 
 
 def row_from(data: dict[str, Any]) -> Row:
