@@ -59,10 +59,10 @@ def memory_text(count: int | None) -> str:
 
 
 def met_text(row: Row) -> str:
-    """The verdicts, each named where they are not all the same."""
+    """The verdict where there is one of the ratio and all others are the same, else each with its name."""
     named = {"ratio": row.verdict, "roof": row.roof_verdict, "time": row.limit_verdict, "memory": row.memory_verdict}
     told = {name: word for name, word in named.items() if word is not None}
-    if len(set(told.values())) == 1:
+    if "ratio" in told and len(set(told.values())) == 1:
         return _WORDS[next(iter(told.values()))]
     return ", ".join(f"{name} {_WORDS[word]}" for name, word in told.items())
 
@@ -70,9 +70,10 @@ def met_text(row: Row) -> str:
 def title(machine: Mapping[str, Any], versions: Mapping[str, str]) -> str:
     """One line on what this ran on."""
     malloc = "large temporaries kept" if machine["malloc_keeps_temporaries"] else "large temporaries given back"
+    setting = ", ".join(f"{name}={value}" for name, value in machine["malloc"].items()) or "as shipped"
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['capability']}, {machine['threads']} threads "
-        f"({machine['time']}), malloc: {malloc} {machine['malloc'] or ''}, load {machine['load']}, "
+        f"{machine['processor']}, {machine['cores']} cores, {machine['capability']}, threads: {machine['threads']} "
+        f"({machine['time']}), malloc: {malloc} ({setting}), load {machine['load']}, "
         f"torch {versions['torch']}, Python {versions['python']}, k31compile {versions['k31compile']}"
     )
 

@@ -21,7 +21,7 @@ def cases() -> list[Case]:
     """One token and a block of 256."""
     bounds = {
         1: {"inductor": Bound(8.0)},
-        256: {"inductor": Bound(5.0, 4.0), "eager": Bound(None, 40.0)},
+        256: {"inductor": Bound(5.0, 4.0)},
     }
     return [
         Case(
