@@ -18,7 +18,7 @@ LAYERS = [
     {"targets"},
     {"timeline"},
     {"cache"},
-    {"loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
+    {"guard_filters", "loops", "notes", "skipped"},  # watch Dynamo and know nothing of ours
     {"leaves", "slices"},
     {
         "ahead",
