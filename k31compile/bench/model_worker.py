@@ -59,6 +59,8 @@ class ModelWorker:
         entry, file = case.make(), Path(task["reference"])
         if task["variant"] == "eager":
             write_reference(entry, file)
+        # after too many compiles a model would run uncompiled and nobody would say so
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         program = compiled(entry, case, task["variant"])
         found: dict[str, Any] = {}
 
