@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,10 +20,12 @@ if TYPE_CHECKING:
     from k31compile.bench.rows import Row
 
 _WORKER = ("-m", "k31compile.cli.bench_worker")
+_FILES = ("json_file", "html_file", "markdown")
 _SECONDS, _QUICK_SECONDS = 3.0, 1.0  # for the rounds of one case
 
 
 def bench(
+    context: typer.Context,
     target_name: Annotated[
         str | None, typer.Argument(metavar="[TARGET]", help=f"Measure its entries instead of ours: {target.HELP}")
     ] = None,
@@ -77,7 +78,7 @@ def bench(
         for name, chosen in cases.items():
             rows += _run(name, chosen, settings, (target_name or "", limit, repeats), advance)
     data = document(rows, machine, versions)
-    _write(data, rows, json_file, html_file, markdown)
+    _write(_command(context), data, rows, (json_file, html_file, markdown))
     console.emit(data, lambda out: _render(rows, data, out))
     return 1 if any(row.error for row in rows) else 0
 
@@ -144,12 +145,24 @@ def _run(suite: str, cases: Sequence[Any], settings: Settings, how: tuple[str, f
     return run_models(cases, settings, place, advance)
 
 
+def _command(context: typer.Context) -> str:
+    """The command line that measures the same, without the files that this one writes."""
+    words = ["k31", "bench"]
+    for parameter in context.command.params:
+        value = context.params.get(str(parameter.name))
+        if value in (None, False, parameter.default) or parameter.name in _FILES:
+            continue
+        words += [] if parameter.name == "target_name" else [parameter.opts[0]]
+        words += [] if value is True else [str(value)]
+    return shlex.join(words)
+
+
 def _write(
-    data: dict[str, Any], rows: Sequence[Row], json_file: Path | None, html_file: Path | None, markdown: Path | None
+    command: str, data: dict[str, Any], rows: Sequence[Row], files: tuple[Path | None, Path | None, Path | None]
 ) -> None:
+    json_file, html_file, markdown = files
     if json_file is not None:
         json_file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    command = shlex.join(["k31", *sys.argv[1:]])
     if html_file is not None:
         from k31compile.bench.page import results_html
 

@@ -60,6 +60,8 @@ def test_one_row_is_measured_and_written(tmp_path: Path, k31_json: RunJson) -> N
     assert row["must"] == 1.4
     assert set(data["machine"]["malloc"]) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
     assert json.loads(file.read_text()) == data
+    made_by = "k31 bench --against eager --only &#x27;indexer decode fp32 T=1 S=4096&#x27; --seconds 0.2"
+    assert f"<code>{made_by}</code>" in page.read_text()
     assert "<h2>operators</h2>" in page.read_text()
     assert "| lightning_indexer | decode fp32 T=1 S=4096 K=2048 | eager |" in table.read_text()
 
