@@ -15,18 +15,25 @@ from k31compile.model.delta_rule import kda_gate, kda_recurrent
 from k31compile.model.moe import FeedForward
 from k31compile.model.norms import GatedRMSNorm, RMSNorm, l2_normalize
 
-_LAYERS = 64
+_DEPTHS = (4, 16, 64)
+_HELD = 64  # layers for which something is asked: fewer show how the cost grows
 
 
 def cases() -> list[ModelCase]:
     """The step with all guards, and with those alone that arguments need."""
     made = []
     for guards, goal in (("safe", 1.0), ("none", 2.0)):
-        held = Goals({"inductor": Bound(goal)}, extra_bytes=None)
-        label = f"{_LAYERS} layers, decode fp32, guards={guards}"
-        made.append(
-            ModelCase("tiny", label, partial(tiny_step, _LAYERS), 1, held, whole=True, options={"guards": guards})
-        )
+        for layers in _DEPTHS:
+            held = Goals({"inductor": Bound(goal)} if layers == _HELD else {}, extra_bytes=None)
+            label = f"{layers} layers, decode fp32, guards={guards}"
+            series = f"tiny layers, decode fp32, guards={guards}"
+            make = partial(tiny_step, layers)
+            made.append(
+                ModelCase(
+                    "tiny", label, make, 1, held, series, layers, layers == min(_DEPTHS), whole=True,
+                    options={"guards": guards},
+                )
+            )  # fmt: skip
     return made
 
 

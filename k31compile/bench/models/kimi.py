@@ -12,7 +12,7 @@ from k31compile.entry import Entry
 
 _NEEDS = ("transformers", "hf")
 _PROMPT = 1024
-_ROOM = 8192  # of the cache: every decode step that is measured takes a place
+_ROOM = 2048  # of the cache: every decode step that is measured takes a place
 
 
 def cases() -> list[ModelCase]:
