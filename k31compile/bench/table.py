@@ -1,4 +1,7 @@
-"""The rows of a run as a table for people: what was measured, what was wanted, and whether it is met."""
+"""The rows of a run as a table for people: what was measured, what was wanted, and whether it is met.
+
+Times and memory are k31's / the opponent's; memory is beyond inputs and results, in the suite of compiles all of it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 from k31compile.bench.goals import BELOW, FLOOR_MET, GOAL_MET, UNTOLD
 from k31compile.bench.rows import Row
 
-HEADS = ("operator or model", "case", "against", "faster by", "spread", "of the roof", "goal", "must", "extra", "met")
+HEADS = ("operator or model", "case", "against", "faster by", "spread", "time", "roof", "goal", "must", "memory", "met")
 
 _WORDS = {GOAL_MET: "yes", FLOOR_MET: "floor only", BELOW: "NO", UNTOLD: "noisy", None: ""}
 
@@ -25,24 +28,29 @@ def cells(row: Row) -> tuple[str, ...]:
         against,
         ratio_text(row),
         "" if row.spread is None else f"{row.spread:.2f}",
+        time_text(row.seconds, row.other_seconds),
         "" if row.roof is None else f"{row.roof:.0%}",
         goal_text(row.goal, row.roof_goal, row.limit_seconds),
         goal_text(row.must, row.roof_must, None),
-        memory_text(row.peak_extra_bytes),
+        memory_text(row.peak_extra_bytes, row.other_peak_extra_bytes),
         met_text(row),
     )
 
 
 def ratio_text(row: Row) -> str:
-    """The ratio, or that it cannot be told, with the quartiles; times for a case that has a time limit."""
-    if row.low is None or row.high is None:
-        return ""
+    """The ratio, or its quartiles and that it cannot be told; with the error of another form of the opponent."""
+    assert row.low is not None
+    assert row.high is not None
     text = f"noisy: {row.low:.2f} .. {row.high:.2f}" if row.ratio is None else f"{row.ratio:.2f} x"
-    if row.error:
-        text += f" ERROR: {row.error}"
-    if row.limit_seconds is not None and row.seconds is not None:
-        text += f" ({row.seconds * 1e3:.2f} ms)"
-    return text
+    return f"{text} ERROR: {row.error}" if row.error else text
+
+
+def time_text(ours: float | None, other: float | None) -> str:
+    """Times of one call, k31 / other, in one unit."""
+    if ours is None or other is None:
+        return ""
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if ours * f >= 1), (1e6, "us"))
+    return f"{_digits(ours * factor)} / {_digits(other * factor)} {unit}"
 
 
 def goal_text(ratio: float | None, roof: float | None, seconds: float | None) -> str:
@@ -53,9 +61,12 @@ def goal_text(ratio: float | None, roof: float | None, seconds: float | None) ->
     return ", ".join(parts)
 
 
-def memory_text(count: int | None) -> str:
-    """Bytes as MiB."""
-    return "" if count is None else f"{count / 2**20:.1f} MiB"
+def memory_text(ours: int | None, other: int | None) -> str:
+    """Bytes as MiB, k31 / other."""
+    if ours is None:
+        return ""
+    told = f"{ours / 2**20:.1f}"
+    return f"{told} MiB" if other is None else f"{told} / {other / 2**20:.1f} MiB"
 
 
 def met_text(row: Row) -> str:
@@ -88,3 +99,8 @@ def summary(rows: Sequence[Row]) -> str:
         f"{counts[UNTOLD]} that the noise hides; {len(rows)} rows, {failed} of them wrong, "
         f"{skipped} not measured"
     )
+
+
+def _digits(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -10,7 +10,7 @@ from k31compile.bench.markdown import results_page
 from k31compile.bench.page import results_html
 from k31compile.bench.rows import Row
 from k31compile.bench.statistics import ratio_of
-from k31compile.bench.table import HEADS, cells, summary
+from k31compile.bench.table import HEADS, cells, memory_text, summary, time_text
 
 MACHINE = {
     "processor": "CPU <1>", "cores": 2, "capability": "AVX2", "threads": 1, "time": "CPU time of the one thread",
@@ -42,9 +42,16 @@ def rows() -> list[Row]:
 
 def test_cells_say_what_was_measured_and_whether_it_is_enough(rows: list[Row]) -> None:
     named = dict(zip(HEADS, cells(rows[0]), strict=True))
-    assert (named["faster by"], named["of the roof"], named["goal"]) == ("4.00 x", "50%", "3 x, 80%")
+    assert (named["faster by"], named["roof"], named["goal"]) == ("4.00 x", "50%", "3 x, 80%")
+    assert (named["time"], named["memory"]) == ("1.02 / 4.1 s", "3.0 MiB")
     assert named["met"] == "ratio yes, roof floor only, memory NO"
     assert dict(zip(HEADS, cells(rows[1]), strict=True))["met"] == "ratio floor only, roof floor only, memory NO"
+
+
+def test_times_are_in_one_unit_and_memory_beside_the_others() -> None:
+    assert time_text(1.234e-3, 0.4567) == "1.23 / 457 ms"
+    assert time_text(4.5e-5, 1.2e-4) == "45 / 120 us"
+    assert memory_text(1 << 20, 3 << 30) == "1.0 / 3072.0 MiB"
 
 
 def test_no_ratio_is_shown_that_the_noise_hides(rows: list[Row]) -> None:
