@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -106,43 +105,3 @@ class Case:
     def full_name(self) -> str:
         """Name and sizes, as `--only` sees them."""
         return f"{self.name} {self.label}"
-
-
-def short_name(dtype: torch.dtype) -> str:
-    """bf16 or fp32."""
-    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-
-
-def has_bf16_products() -> bool:
-    """Whether this machine multiplies bfloat16 itself; elsewhere an author upcasts first, and so do the baselines."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-class Places:
-    """Copies of something in more memory than the caches hold, walked by several variants from far apart.
-
-    Each walk begins at another place, so that no variant finds what the one before it has just brought from DRAM: that
-    holds as long as all of them take as many steps.
-    """
-
-    def __init__(self, copies: Sequence[Any], walks: int = 8) -> None:
-        self._copies, self._walks, self._begun = copies, walks, 0
-
-    def walk(self) -> Iterator[Any]:
-        """An endless walk over the copies."""
-        place = self._begun % self._walks * len(self._copies) // self._walks
-        self._begun += 1
-        while True:
-            yield self._copies[place]
-            place = (place + 1) % len(self._copies)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch and our kernels use one thread inside the block."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from k31compile.bench.alternate import FEWEST_ROUNDS, alternate
-from k31compile.bench.case import OURS, Case, Thunk, Work, one_thread
+from k31compile.bench.case import OURS, Case, Thunk, Work
 from k31compile.bench.clock import Clock, calls_per_sample, clock_for, sample
 from k31compile.bench.goals import Bound
 from k31compile.bench.memory import peak_extra_bytes
@@ -103,8 +103,12 @@ def _others(work: Work, settings: Settings) -> list[_Variant]:
 
 
 def _on_one_thread(call: Callable[[], object]) -> object:
-    with one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         return call()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _call_first(variant: _Variant, work: Work, tolerance: float) -> None:

@@ -16,7 +16,6 @@ from k31compile.backend import compile as compile_whole
 from k31compile.bench.case import OURS
 from k31compile.bench.clock import Clock, calls_per_sample, clock_for, sample
 from k31compile.bench.fresh import cpu_seconds
-from k31compile.bench.machine import machine_facts, version_facts
 from k31compile.bench.memory import peak_extra_bytes, resident_peak
 from k31compile.bench.models import model_cases
 from k31compile.bench.models.case import ModelCase
@@ -42,8 +41,6 @@ class ModelWorker:
     def answers(self) -> Answers:
         """What it can be asked."""
         return {
-            "facts": _facts,
-            "entries": lambda task: [entry.name for entry in self._load(task["target"])],
             "open": self._open,
             "sample": lambda _task: self._sampled(),
             "extra": lambda _task: peak_extra_bytes(self._call),
@@ -148,11 +145,6 @@ def numbers_of(result: Any) -> list[torch.Tensor]:
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
-
-
-def _facts(task: Task) -> Any:
-    torch.set_num_threads(task["threads"])
-    return machine_facts(task["threads"]), version_facts()
 
 
 def _join_compilers() -> None:

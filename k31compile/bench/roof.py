@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from k31compile.bench.case import Roof, has_bf16_products
+from k31compile.bench.case import Roof
 from k31compile.bench.clock import Clock
+from k31compile.bench.dtypes import has_bf16_products
 
 _SIDE = 1536  # of a square product: large enough for its library's best, short enough to be asked before every case
 _BYTES = 320 << 20  # beyond any cache

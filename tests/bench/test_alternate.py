@@ -5,8 +5,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from k31compile.bench.alternate import MOST_ROUNDS, alternate
-from k31compile.bench.case import Places
 from k31compile.bench.clock import calls_per_sample, clock_for, sample
+from k31compile.bench.places import Places
 
 
 class FakeTime:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from k31compile.bench.case import short_name
+from k31compile.bench.dtypes import short_name
 from k31compile.bench.goals import Bound, Goals
 from k31compile.bench.models.case import ModelCase
 from k31compile.entry import Entry

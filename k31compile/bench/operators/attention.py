@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from k31compile.bench.case import Case, Form, Roof, Work, has_bf16_products
+from k31compile.bench.case import Case, Form, Roof, Work
 from k31compile.bench.compare import tensors_differ
+from k31compile.bench.dtypes import has_bf16_products
 from k31compile.bench.goals import Bound, Goals
 from k31compile.model.sparse_attention import attend_gathered
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31compile.bench.case import Case, Form, Places, Roof, Thunk, Work
+from k31compile.bench.case import Case, Form, Roof, Thunk, Work
 from k31compile.bench.compare import tensors_differ
 from k31compile.bench.goals import Bound, Goals
+from k31compile.bench.places import Places
 from k31compile.model.config import K31Config
 from k31compile.model.moe import Experts, situ
 

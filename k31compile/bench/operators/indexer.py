@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31compile.bench.case import Case, Form, Roof, Thunk, Work, has_bf16_products, short_name
+from k31compile.bench.case import Case, Form, Roof, Thunk, Work
 from k31compile.bench.compare import selection_differs
+from k31compile.bench.dtypes import has_bf16_products, short_name
 from k31compile.bench.goals import Bound, Goals
 from k31compile.model.indexer import index_scores
 

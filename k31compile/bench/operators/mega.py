@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k31compile.bench.case import Case, Form, Places, Thunk, Work
+from k31compile.bench.case import Case, Form, Thunk, Work
 from k31compile.bench.compare import tensors_differ
 from k31compile.bench.goals import Bound, Goals
 from k31compile.bench.operators.delta import by_products
+from k31compile.bench.places import Places
 from k31compile.model.delta_rule import kda_gate, kda_recurrent
 from k31compile.model.norms import l2_normalize, rms_normalize
 from k31compile.model.short_conv import last_inputs, short_conv
