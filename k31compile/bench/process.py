@@ -58,6 +58,7 @@ class Worker:
         finally:
             timer.cancel()
         if not line:
+            self._process.wait()  # it has closed its output, so its end is near
             raise BenchError(f"stopped after {limit:.0f} s" if over.is_set() else self._last_words())
         answer = json.loads(line)
         if "error" in answer:
@@ -82,7 +83,7 @@ class Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _last_words(self) -> str:
-        code = self._process.wait()
+        code = self._process.returncode
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         return f"the process ended with {code}: {lines[-1]}" if lines else f"the process ended with {code}"
