@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 
 import torch
@@ -28,6 +29,15 @@ def probe(kind: str, clock: Clock) -> float:
     if kind == "bfloat16" and has_bf16_products():  # emulated, one product would take minutes
         dtypes.append(torch.bfloat16)
     return max(2.0 * _SIDE**3 / _least(functools.partial(_product, _matrix(dtype)), clock) for dtype in dtypes)
+
+
+def cores_had(threads: int) -> float:
+    """How much of so many threads' wall time this process got during a product: below 1 others were at work."""
+    matrix = _matrix(torch.float32)
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(_REPEATS):
+        _product(matrix)
+    return (time.process_time() - cpu) / (time.perf_counter() - wall) / threads
 
 
 class Probed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from k31compile.bench.goals import Goals
+from k31compile.bench.goals import UNTOLD, Goals
 from k31compile.bench.statistics import Ratio
 
 SUITES = ("operators", "models", "compile")
@@ -80,10 +80,17 @@ class Row:
         self.low, self.high = in_short(measured.low), in_short(measured.high)
         self.seconds, self.other_seconds = ours / 1e9, other / 1e9
 
+    def refuse(self, why: str) -> None:
+        """Take the ratio back, and with it every verdict on times: the machine was not ours."""
+        self.noisy, self.ratio, self.roof = True, None, None
+        self.details["refused"] = why
+
     def judge(self, goals: Goals) -> None:
         """Hold what was measured against what is wanted."""
         bound = goals.ratios.get(self.against)
-        if bound is not None and self.low is not None and self.high is not None:
+        if "refused" in self.details:
+            self.verdict = UNTOLD
+        elif bound is not None and self.low is not None and self.high is not None:
             self.goal, self.must = bound
             # a clear ratio is judged by its median, a noisy one by its quartiles
             low, high = (self.low, self.high) if self.ratio is None else (self.ratio, self.ratio)
@@ -91,7 +98,7 @@ class Row:
         if self.roof is not None:
             self.roof_goal, self.roof_must = goals.roof
             self.roof_verdict = goals.roof.verdict(self.roof, self.roof)
-        if goals.seconds is not None and self.seconds is not None:
+        if goals.seconds is not None and self.seconds is not None and not self.details.get("refused"):
             self.limit_seconds = goals.seconds
             self.limit_verdict = "goal" if self.seconds <= goals.seconds else "below"
         if goals.extra_bytes is not None and self.peak_extra_bytes is not None:

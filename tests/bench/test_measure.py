@@ -118,6 +118,21 @@ def test_several_threads_are_compared_with_one() -> None:
     rows = measure_case("operators", made(right, form("", right)), replace(EAGER, threads=2))
     assert [row.against for row in rows] == ["eager", ONE_THREAD]
     assert all(row.threads == 2 and not row.error for row in rows)
+
+
+@pytest.mark.parametrize(("had", "is_refused"), [(0.8, True), (0.9, False)])
+def test_wall_time_means_nothing_while_others_work(monkeypatch, had: float, is_refused: bool) -> None:
+    monkeypatch.setattr("k31compile.bench.measure.cores_had", lambda threads: had)
+    case = made(right, form("", slow))
+    (row, _) = measure_case("operators", case, replace(EAGER, threads=2, seconds=0.2))
+    assert (row.ratio is None, row.noisy) == (is_refused, is_refused)
+    assert (row.verdict == "noisy") is is_refused
+    assert row.details.get("refused", "").startswith("others were at work: 80%") is is_refused
+
+
+def test_threads_are_set_again(monkeypatch) -> None:
+    torch.set_num_threads(2)
+    measure_case("operators", made(right, form("", right)), replace(EAGER, threads=2))
     assert torch.get_num_threads() == 2
 
 
