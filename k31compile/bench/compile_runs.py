@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from k31compile.bench.rows import Row, in_short
 from k31compile.bench.statistics import quartiles, ratio_of
 
 SUITE = "compile"
-_FEW = 2  # runs from which on a spread can be told
+_FEW = 3  # runs from which on a spread can be told
 
 
 def run_compiles(
@@ -24,7 +25,7 @@ def run_compiles(
 ) -> list[Row]:
     """Rows of cold and of warm first calls against each opponent that compiles.
 
-    A ratio of one run has no spread and says so in its details; more repeats give quartiles as elsewhere.
+    Three repeats and more have quartiles as elsewhere; fewer have none, and the details say how many there were.
     """
     rows = []
     for case in cases:
@@ -86,6 +87,6 @@ def _take(row: Row, ours: Sequence[float], other: Sequence[float]) -> None:
     if len(ours) >= _FEW:
         row.take(ratio_of(ours, other), quartiles(ours)[1] * 1e9, quartiles(other)[1] * 1e9)
         return
-    row.seconds, row.other_seconds, row.rounds = ours[0], other[0], 1
-    row.ratio = in_short(other[0] / ours[0])
+    row.seconds, row.other_seconds, row.rounds = statistics.median(ours), statistics.median(other), len(ours)
+    row.ratio = in_short(row.other_seconds / row.seconds)
     row.low = row.high = row.ratio

@@ -93,7 +93,7 @@ def test_a_missing_package_is_said_and_is_no_error(measured) -> None:
     assert {(row.error, row.skipped) for row in rows.values()} == {("", "transformers is not installed")}
 
 
-@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("repeats", [1, 3])
 def test_compiles_are_measured_cold_and_warm(repeats: int) -> None:
     plan = {
         "eager": EAGER,
