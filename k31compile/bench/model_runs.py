@@ -12,6 +12,7 @@ from typing import Any
 
 from k31compile.bench.alternate import alternate
 from k31compile.bench.case import OURS
+from k31compile.bench.growth import judge_growth
 from k31compile.bench.measure import Settings
 from k31compile.bench.models.case import ModelCase
 from k31compile.bench.process import Worker, environment
@@ -77,6 +78,7 @@ def run_models(
             for variant in variants.values():
                 if variant.is_ready:
                     variant.extra = variant.worker.ask({"task": "extra"}, _SAMPLE_LIMIT)
+            part = _part(case, variants)
         for opponent in settings.against:
             row = row_of(SUITE, case, settings, variants, opponent)
             if row.is_open:
@@ -84,8 +86,10 @@ def run_models(
                 row.take(ratio_of(ours, other), quartiles(ours)[1], quartiles(other)[1])
                 row.peak_extra_bytes = variants[OURS].extra
                 row.other_peak_extra_bytes = variants[opponent].extra
+                row.details |= {} if part is None else {"part_seconds": part / 1e9}
                 row.judge(case.goals)
             rows.append(row)
+    judge_growth(rows)
     return rows
 
 
@@ -126,6 +130,14 @@ def row_of(suite: str, case: ModelCase, settings: Settings, variants: Mapping[st
     if OURS in variants:
         row.details["fused"] = dict(variants[OURS].found.get("fused", {}))
     return row
+
+
+def _part(case: ModelCase, variants: Mapping[str, Variant]) -> float | None:
+    """Nanoseconds of what must grow in our call."""
+    if case.part is None or OURS not in variants or not variants[OURS].is_ready:
+        return None
+    answer: float | None = variants[OURS].worker.ask({"task": "part", "case": case.full_name}, _SAMPLE_LIMIT)
+    return answer
 
 
 def _samples(variants: Mapping[str, Variant], settings: Settings) -> dict[str, list[float]]:

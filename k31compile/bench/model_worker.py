@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from k31compile.entry import Entry
 from k31compile.report import Report, reports
 
 Load = Callable[[str], list[Entry]]
+_PART_SAMPLES = 9
 _LEAST = 2e-3  # relative distance that float32 sums in another order may make, selections of equal scores included
 _ROUNDED = 1e-2  # and what comes on top where the model itself rounds to bfloat16
 
@@ -44,6 +46,7 @@ class ModelWorker:
             "open": self._open,
             "sample": lambda _task: self._sampled(),
             "extra": lambda _task: peak_extra_bytes(self._call),
+            "part": self._part,
         }
 
     def _open(self, task: Task) -> dict[str, Any]:
@@ -81,6 +84,15 @@ class ModelWorker:
             return ModelCase(target, entry.name, lambda: entry)
         (case,) = (case for case in model_cases() if case.full_name == task["case"])
         return case
+
+    def _part(self, task: Task) -> float | None:
+        """Nanoseconds of the part of a call that must grow, the median of some samples; None where none is named."""
+        make = self._case(task).part
+        if make is None:
+            return None
+        call = make()
+        calls = calls_per_sample(call, self._clock)
+        return statistics.median(sample(call, calls, self._clock) for _ in range(_PART_SAMPLES))
 
     def _sampled(self) -> float:
         if self._calls == 1:

@@ -26,7 +26,8 @@ class Row:
         threads: of the run; goal, must, verdict: what was wanted of the ratio, and whether it is met.
         roof_goal, roof_must, roof_verdict: the same of the roof. limit_seconds, limit_verdict: of a time limit.
         memory_limit: of the extra memory; memory_ratio_goal: how many times ours the opponent's must be;
-        memory_verdict: of either. error: a wrong result, or a failure of ours; there is no measurement then.
+        memory_verdict: of either. growth_verdict: of `details["growth"]`, see growth.py.
+        error: a wrong result, or a failure of ours; there is no measurement then.
         skipped: why there is no measurement where nothing is wrong with k31.
         tokens: how many one call handles. series, size: where a chart shows it. details: what else was measured.
 
@@ -60,6 +61,7 @@ class Row:
     memory_limit: int | None = None
     memory_ratio_goal: float | None = None
     memory_verdict: str | None = None
+    growth_verdict: str | None = None
     error: str = ""
     skipped: str = ""
     series: str = ""

@@ -71,7 +71,7 @@ def memory_text(ours: int | None, other: int | None) -> str:
 
 def met_text(row: Row) -> str:
     """The verdict where there is one of the ratio and all others are the same, else each with its name."""
-    named = {"ratio": row.verdict, "roof": row.roof_verdict, "time": row.limit_verdict, "memory": row.memory_verdict}
+    named = _verdicts(row)
     told = {name: word for name, word in named.items() if word is not None}
     if "ratio" in told and len(set(told.values())) == 1:
         return _WORDS[next(iter(told.values()))]
@@ -91,7 +91,7 @@ def title(machine: Mapping[str, Any], versions: Mapping[str, str]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """How many rows meet goal, floor, neither, or could not be told."""
-    words = [word for row in rows for word in (row.verdict, row.roof_verdict, row.limit_verdict, row.memory_verdict)]
+    words = [word for row in rows for word in _verdicts(row).values()]
     counts = {word: words.count(word) for word in (GOAL_MET, FLOOR_MET, BELOW, UNTOLD)}
     failed, skipped = (sum(bool(getattr(row, name)) for row in rows) for name in ("error", "skipped"))
     return (
@@ -104,3 +104,13 @@ def summary(rows: Sequence[Row]) -> str:
 def _digits(value: float) -> str:
     """Three digits, or all before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _verdicts(row: Row) -> dict[str, str | None]:
+    return {
+        "ratio": row.verdict,
+        "roof": row.roof_verdict,
+        "time": row.limit_verdict,
+        "memory": row.memory_verdict,
+        "growth": row.growth_verdict,
+    }

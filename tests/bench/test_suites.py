@@ -5,13 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from k31compile.bench.compile_runs import run_compiles
 from k31compile.bench.goals import Bound, Goals
+from k31compile.bench.growth import LONG, SHORT, indexers, judge_growth
 from k31compile.bench.measure import Settings
 from k31compile.bench.model_runs import Place, run_models
 from k31compile.bench.models.case import ModelCase
 from k31compile.bench.rows import Row
+from k31compile.model import K31Config
 
 PLAYED = """
 import json, os, sys, time
@@ -29,7 +32,8 @@ def open_(task):
     found = {"first_seconds": 1.0, "first_cpu_seconds": 2.0, "resident_peak": 1000, "wrong": "", "fused": {}}
     return {**found, **state, "variant": task["variant"], "pid": os.getpid()}
 
-serve({"open": open_, "sample": lambda task: state["takes"], "extra": lambda task: state.get("extra")})
+told = {"sample": lambda task: state["takes"], "extra": lambda task: state.get("extra")}
+serve({"open": open_, "part": lambda task: None, **told})
 """
 EAGER, OURS, INDUCTOR = {"takes": 4e6, "extra": 80}, {"takes": 1e6, "extra": 20}, {"takes": 2e6, "extra": 40}
 
@@ -117,3 +121,23 @@ def test_a_wrong_compile_is_an_error() -> None:
     rows = run_compiles([case()], Settings(("inductor",), seconds=0.0), place, lambda name: None, 1)
     assert rows[0].error == "k31: result 0 is far away"
     assert all(row.ratio is None for row in rows)
+
+
+@pytest.mark.parametrize(("long", "growth", "verdict"), [(5e-3, 1.0, "goal"), (6e-3, 2.0, "below")])
+def test_growth_leaves_the_indexers_out(long: float, growth: float, verdict: str) -> None:
+    def row(series: str, size: int, seconds: float | None, part: float) -> Row:
+        made = Row("models", "mini", f"S={size}", "inductor", 1, series=series, size=size, seconds=seconds)
+        made.details["part_seconds"] = part
+        return made
+
+    rows = [row("a", SHORT, 2e-3, 1e-3), row("a", 16384, 3e-3, 2e-3), row("a", LONG, long, 4e-3)]
+    others = [row("b", LONG, 1e-3, 1e-4), row("c", SHORT, None, 1e-3), row("c", LONG, 1e-3, 1e-3)]
+    judge_growth([*rows, *others])
+    assert rows[2].details["growth"] == pytest.approx(growth)
+    assert rows[2].growth_verdict == verdict
+    assert all(one.growth_verdict is None for one in [*rows[:2], *others])
+
+
+def test_every_indexer_of_a_step_is_called_once() -> None:
+    results = indexers(K31Config.tiny(), torch.float32, 2, 64)()
+    assert [tuple(one.shape) for one in results] == [(2, 1, 1, 16)] * 2

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from k31compile.bench.case import Thunk
 from k31compile.bench.goals import Goals
 from k31compile.entry import Entry
 
@@ -21,6 +22,7 @@ class ModelCase:
         goals: what it is held to. series, size: where a chart shows it. is_quick: part of what `--quick` measures.
         whole: k31 compiles it by `k31compile.compile` and not by `torch.compile`.
         options: of k31.
+        part: makes a call of what must grow with the size of a case, where that is to be left out of a growth.
         needs: a package without which there is nothing to measure, and the extra that brings it.
 
     """
@@ -35,6 +37,7 @@ class ModelCase:
     is_quick: bool = False
     whole: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    part: Callable[[], Thunk] | None = None
     needs: tuple[str, str] | None = None
 
     @property

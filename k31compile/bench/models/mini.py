@@ -8,6 +8,7 @@ import torch
 
 from k31compile.bench.dtypes import short_name
 from k31compile.bench.goals import Bound, Goals
+from k31compile.bench.growth import indexers
 from k31compile.bench.models.case import ModelCase
 from k31compile.entry import Entry
 from k31compile.model import CONFIGS, Caches, K31Config, K31ForCausalLM
@@ -41,7 +42,9 @@ def _decode(dtype: torch.dtype, batch: int, history: int, bound: Bound, quick: b
     label = f"decode {short_name(dtype)} B={batch} S={history}"
     held = Goals({"inductor": bound, "max-autotune": Bound(1.0)}, extra_bytes=None)
     make = partial(step, CONFIGS["mini"](), dtype, batch, history)
-    return ModelCase("mini", label, make, batch, held, f"mini decode {short_name(dtype)} B={batch}", history, quick)
+    series = f"mini decode {short_name(dtype)} B={batch}"
+    part = partial(indexers, CONFIGS["mini"](), dtype, batch, history)
+    return ModelCase("mini", label, make, batch, held, series, history, quick, part=part)
 
 
 def step(config: K31Config, dtype: torch.dtype, batch: int, history: int) -> Entry:
