@@ -42,6 +42,7 @@ _EPILOG = "Every command also takes --json (one JSON document on standard output
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    console.write_anything()
     arguments = console.take_flags(sys.argv[1:] if argv is None else argv)
     try:
         result = build_app(_chosen(arguments))(arguments or ["--help"], prog_name="k31", standalone_mode=False)
@@ -105,12 +106,12 @@ def _as_ours(error: Exception) -> Exception:
     message = getattr(error, "format_message", None)
     if message is None or isinstance(error, K31Error):
         return error
-    wrong = UsageError(str(message()).rstrip("."), hint=f"see `k31 {' '.join(_context(error))}--help`")
+    wrong = UsageError(str(message()).rstrip("."), hint=f"see `k31 {_context(error)}--help`")
     wrong.__cause__ = error
     return wrong
 
 
-def _context(error: Exception) -> list[str]:
-    context = getattr(error, "ctx", None)
-    name = getattr(context, "info_name", None)
-    return [f"{name} "] if name and name != "k31" else []
+def _context(error: Exception) -> str:
+    """The commands that an error is of, as they are written behind k31."""
+    path = str(getattr(getattr(error, "ctx", None), "command_path", ""))
+    return "".join(f"{name} " for name in path.split()[1:])

@@ -46,7 +46,8 @@ struct MegaCall {
     int64_t result_dtype;
     char* new_conv;  // [B][W-1][query's channels, key's, value's]
     int64_t conv_dtype;
-    float* last;  // [B][H], then as value_first says
+    float* last;  // [B][H], then as value_first says; null: in place of the state, which is float32
+    const int64_t* places;  // which of the states is a request's, from 0; null: the one of its number
 
     int64_t size(int stream) const { return stream == STREAMS - 1 ? depth : width; }
     int64_t channels() const { return heads * (2 * width + depth); }
@@ -172,8 +173,10 @@ struct Layer {
 
     DeltaCall delta() const {
         const Operand& state = call.state;
-        const int64_t numbers = request * state.stride_outer + head * state.stride_head;
-        float* last = call.last + (request * call.heads + head) * call.width * call.depth;
+        const int64_t place = call.places ? call.places[request] : request;
+        const int64_t numbers = place * state.stride_outer + head * state.stride_head;
+        float* last =
+            call.last ? call.last + (request * call.heads + head) * call.width * call.depth : nullptr;
         return {packed(query, FLOAT32, call.width),
                 packed(key, FLOAT32, call.width),
                 packed(convolved[STREAMS - 1], call.x[STREAMS - 1].dtype, call.depth),
@@ -192,7 +195,8 @@ struct Layer {
                 call.scale,
                 1,
                 core,
-                last};
+                last,
+                nullptr};
     }
 
     void finish(int64_t t) const {
