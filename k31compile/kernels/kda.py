@@ -12,14 +12,19 @@ from __future__ import annotations
 import torch
 
 from k31compile.kernels.checks import accumulation_dtype
-from k31compile.kernels.cpu.delta_rule import chunk_provider, recurrent_provider
+from k31compile.kernels.cpu.delta_rule import chunk_provider, recurrent_in_place_provider, recurrent_provider
 from k31compile.kernels.delta_checks import check_ranks, state_shape
 from k31compile.kernels.delta_rule import by_chunk, by_token, run_form
+from k31compile.kernels.in_place import register_in_place_form
 from k31compile.kernels.library import register_operator
 
 RECURRENT_SCHEMA = (
     "kda_recurrent(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor initial_state, *, "
     "float scale=1.0, str state_layout='KV') -> (Tensor, Tensor)"
+)
+IN_PLACE_SCHEMA = (
+    "kda_recurrent_(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor(a!) state, *, "
+    "Tensor? rows=None, float scale=1.0, str state_layout='KV') -> Tensor"
 )
 CHUNK_SCHEMA = (
     "kda_chunk(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor? initial_state=None, *, "
@@ -109,6 +114,22 @@ def kda_chunk_reference(
     return run_form(by_chunk, query, key, value, gate, beta, initial_state, cu_seqlens, scale, state_layout)
 
 
+def kda_recurrent_in_place_fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    scale: float = 1.0,
+    state_layout: str = "KV",
+) -> torch.Tensor:
+    """Shape and dtype of the output of `kda_recurrent_`."""
+    return kda_recurrent_fake(query, key, value, gate, beta, state, scale=scale, state_layout=state_layout)[0]
+
+
 RECURRENT = register_operator(
     RECURRENT_SCHEMA,
     fake=kda_recurrent_fake,
@@ -121,3 +142,4 @@ CHUNK = register_operator(
     reference=kda_chunk_reference,
     providers=(chunk_provider(),),
 )
+register_in_place_form(RECURRENT, IN_PLACE_SCHEMA, 5, kda_recurrent_in_place_fake, (recurrent_in_place_provider(),))

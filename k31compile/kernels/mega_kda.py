@@ -17,26 +17,40 @@ from typing import Any
 import torch
 
 from k31compile.kernels.arguments import taking
-from k31compile.kernels.cpu.mega_kda import mega_kda_provider
+from k31compile.kernels.cpu.mega_kda import mega_kda_in_place_provider, mega_kda_provider
 from k31compile.kernels.gated_rms_norm import gated_rms_norm_reference
+from k31compile.kernels.in_place import register_in_place_form
 from k31compile.kernels.kda import kda_recurrent_reference
 from k31compile.kernels.library import register_operator
 from k31compile.kernels.mega_kda_arguments import MegaKda, Results
 from k31compile.kernels.short_conv import short_conv_reference
 
-SCHEMA = (
-    "mega_kda(Tensor[] x, Tensor[] conv_weight, Tensor[]? conv_state, Tensor raw_gate, Tensor a_log, Tensor? dt_bias, "
-    "Tensor raw_beta, Tensor state, Tensor out_gate, Tensor norm_weight, *, float norm_eps, float? lower_bound=None, "
-    "float l2_eps=1e-6, float beta_factor=1.0, float scale=1.0, str state_layout='KV', ScalarType? beta_dtype=None, "
-    "ScalarType? core_dtype=None, str norm_activation='sigmoid', bool norm_before_gate=True, "
-    "str weight_cast='before', ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)"
+_TENSORS = (
+    "Tensor[] x, Tensor[] conv_weight, Tensor[]? conv_state, Tensor raw_gate, Tensor a_log, Tensor? dt_bias, "
+    "Tensor raw_beta, {} state, Tensor out_gate, Tensor norm_weight, *, "
 )
+_OPTIONS = (
+    "float norm_eps, float? lower_bound=None, float l2_eps=1e-6, float beta_factor=1.0, float scale=1.0, "
+    "str state_layout='KV', ScalarType? beta_dtype=None, ScalarType? core_dtype=None, str norm_activation='sigmoid', "
+    "bool norm_before_gate=True, str weight_cast='before', ScalarType? dtype=None"
+)
+SCHEMA = f"mega_kda({_TENSORS.format('Tensor')}{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+IN_PLACE_SCHEMA = f"mega_kda_({_TENSORS.format('Tensor(a!)')}Tensor? rows=None, {_OPTIONS}) -> (Tensor, Tensor)"
 
 
 @taking(MegaKda, sizes=False)
 def mega_kda_fake(call: MegaKda) -> Results:
     """Shapes and dtypes of the results; sizes may be symbolic and stay so."""
     return call.new_results()
+
+
+def mega_kda_in_place_fake(
+    *args: Any, rows: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes and dtypes of the results of `mega_kda_`."""
+    call = MegaKda(*args, **options)
+    call.check_words()
+    return call.new_outputs()
 
 
 @taking(MegaKda)
@@ -116,3 +130,4 @@ OPERATOR = register_operator(
     providers=(mega_kda_provider(),),
     parts=parts,
 )
+register_in_place_form(OPERATOR, IN_PLACE_SCHEMA, 7, mega_kda_in_place_fake, (mega_kda_in_place_provider(),))

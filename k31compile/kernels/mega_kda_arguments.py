@@ -91,8 +91,8 @@ class MegaKda:
             ("state", self.state, "B, H, K, V"),
         ]
 
-    def check(self) -> None:
-        """Check dtypes, devices and sizes."""
+    def check(self, states: int | None = None) -> None:
+        """Check dtypes, devices and sizes; of a pool of `states` each request has one."""
         batch, tokens, heads, width = self.raw_gate.shape
         depth, taps = self.out_gate.shape[3], self.conv_weight[0].shape[1]
         check_floats(*self.named())
@@ -114,7 +114,7 @@ class MegaKda:
             check_shape("dt_bias", self.dt_bias, (heads, width))
         check_shape("raw_beta", self.raw_beta, (batch, tokens, heads))
         inner = (width, depth) if self.state_layout == KEY_FIRST else (depth, width)
-        check_shape("state", self.state, (batch, heads, *inner))
+        check_shape("state", self.state, (batch if states is None else states, heads, *inner))
         check_shape("out_gate", self.out_gate, (batch, tokens, heads, depth))
         check_shape("norm_weight", self.norm_weight, (depth,) if self.norm_weight.dim() == 1 else (heads, depth))
 
@@ -135,11 +135,14 @@ class MegaKda:
         """The dtype of what is not rounded."""
         return accumulation_dtype(*(tensor for _, tensor in self.named()))
 
-    def new_results(self) -> Results:
-        """Result [B, T, H, V], the inputs up to the last token, packed [B, W-1, C], and the last state."""
+    def new_outputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Result [B, T, H, V], and the inputs up to the last token, packed [B, W-1, C]."""
         x, (taps,) = self.x[0], self.conv_weight[0].shape[1:]
         channels = sum(part.shape[2] for part in self.x)
         like = x if self.conv_state is None else self.conv_state[0]
         result = self.out_gate.new_empty(self.out_gate.shape, dtype=self.dtype or self.core_dtype or self.wide)
-        kept = like.new_empty((x.shape[0], taps - 1, channels))
-        return result, kept, self.state.new_empty(self.state.shape, dtype=self.wide)
+        return result, like.new_empty((x.shape[0], taps - 1, channels))
+
+    def new_results(self) -> Results:
+        """What `new_outputs` gives, and the last state."""
+        return *self.new_outputs(), self.state.new_empty(self.state.shape, dtype=self.wide)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from k31compile.errors import OperatorError
 from k31compile.kernels.visibility import CAUSAL
 
 OK, BAD_BLOCK, BAD_INDEX, NO_MEMORY = range(4)
@@ -81,7 +82,7 @@ class DeltaCall(ctypes.Structure):
         *((name, Operand) for name in ("query", "key", "value", "gate", "beta", "state")),
         *_integers("limits sequences tokens heads width depth scalar_gate value_first by_chunk"),
         ("scale", ctypes.c_double),
-        *_integers("threads output last"),
+        *_integers("threads output last places"),
     ]
 
 
@@ -145,7 +146,7 @@ class MegaKdaCall(ctypes.Structure):
         *_integers("batch tokens heads width depth taps softplus value_first beta_dtype core_dtype"),
         *_integers("activation gate_first weight_cast"),
         *((name, ctypes.c_double) for name in ("lower_bound", "l2_eps", "beta_factor", "scale", "norm_eps")),
-        *_integers("threads result result_dtype new_conv conv_dtype last"),
+        *_integers("threads result result_dtype new_conv conv_dtype last places"),
     ]
 
 
@@ -228,6 +229,27 @@ def unread(**tensors: torch.Tensor | None) -> str | None:
 def integers(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Lengths and tables as the kernels read them: on the CPU, int64, contiguous."""
     return None if tensor is None else tensor.to("cpu", torch.int64).contiguous()
+
+
+def places(rows: torch.Tensor | None, count: int, states: int) -> torch.Tensor | None:
+    """Which of a pool's states `count` sequences have, int64 and from 0; None where each has the one of its number.
+
+    Raises OperatorError on rows that are no list of `count` states of the pool.
+    """
+    if rows is None:
+        return None
+    listed = rows.tolist() if rows.dim() == 1 and not rows.is_floating_point() and rows.dtype != torch.bool else []
+    if len(listed) != count:
+        raise OperatorError(f"rows must be {count} integers, one a request, not {rows.dtype} {list(rows.shape)}")
+    for row in listed:
+        if not -states <= row < states:
+            raise OperatorError(f"rows holds {row}, but the pool has {states} states")
+    return torch.tensor([row % states for row in listed])
+
+
+def is_repeated(rows: torch.Tensor | None, states: int) -> bool:
+    """Whether two sequences have one state of a pool, so that none may be written while another is still to be read."""
+    return rows is not None and len({row % states for row in rows.flatten().tolist()}) < rows.numel()
 
 
 def paging(table: torch.Tensor | None, cache: torch.Tensor) -> Paging:

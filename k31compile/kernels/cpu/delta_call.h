@@ -27,18 +27,20 @@ struct DeltaCall {
     double scale;
     int64_t threads;
     float* output;          // [request][token][head][depth]
-    float* last;            // [sequence][head], then as value_first says
+    float* last;            // [sequence][head], then as value_first says; null: in place of the state, which is float32
+    const int64_t* places;  // which of the states is a sequence's, from 0; null: the one of its number
 };
 
 // One sequence of one head.
 struct Strand {
     const DeltaCall& call;
-    int64_t sequence, head, request, first, count;
+    int64_t sequence, head, request, first, count, place;
 
     Strand(const DeltaCall& of, int64_t number)
         : call(of), sequence(number / of.heads), head(number % of.heads), request(of.limits ? 0 : sequence),
           first(of.limits ? of.limits[sequence] : 0),
-          count(of.limits ? of.limits[sequence + 1] - first : of.tokens) {}
+          count(of.limits ? of.limits[sequence + 1] - first : of.tokens),
+          place(of.places ? of.places[sequence] : sequence) {}
 
     const char* row(const Operand& from, int64_t token) const {
         const int64_t at =
@@ -47,7 +49,7 @@ struct Strand {
     }
     const char* state_row(int64_t row) const {
         const Operand& from = call.state;
-        const int64_t at = sequence * from.stride_outer + row * from.stride_row + head * from.stride_head;
+        const int64_t at = place * from.stride_outer + row * from.stride_row + head * from.stride_head;
         return from.data + at * size_of(from.dtype);
     }
     // Fetch the rows of a token that is needed soon.
@@ -59,7 +61,12 @@ struct Strand {
     float* output(int64_t token) const {
         return call.output + ((request * call.tokens + first + token) * call.heads + head) * call.depth;
     }
-    float* last() const { return call.last + (sequence * call.heads + head) * call.width * call.depth; }
+    bool in_place() const { return !call.last; }
+    float* last() const {
+        if (in_place()) return reinterpret_cast<float*>(const_cast<char*>(state_row(0)));
+        return call.last + (sequence * call.heads + head) * call.width * call.depth;
+    }
+    int64_t last_stride() const { return in_place() ? call.state.stride_row : state_row_width(); }
     float beta(int64_t token) const { return element_of(row(call.beta, token), call.beta.dtype, 0); }
     int64_t state_rows() const { return call.value_first ? call.depth : call.width; }
     int64_t state_row_width() const { return call.value_first ? call.width : call.depth; }

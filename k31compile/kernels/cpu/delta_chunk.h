@@ -204,16 +204,16 @@ inline void Chunk::load_state(const Strand& strand) {
 }
 
 inline void Chunk::store_state(const Strand& strand) const {
-    const int64_t rows = strand.call.width, depth = strand.call.depth;
+    const int64_t rows = strand.call.width, depth = strand.call.depth, stride = strand.last_stride();
     float* last = strand.last();
     if (strand.call.value_first) {
         for (int64_t v = 0; v < depth; v++)
-            for (int64_t d = 0; d < rows; d++) last[v * rows + d] = *number(d, v);
+            for (int64_t d = 0; d < rows; d++) last[v * stride + d] = *number(d, v);
         return;
     }
     for (int64_t d = 0; d < rows; d++)
         over_row(depth, [&](int64_t v, int64_t left) K31_BODY {
-            store_part(last + d * depth + v, load<Floats>(number(d, v)), left);
+            store_part(last + d * stride + v, load<Floats>(number(d, v)), left);
         });
 }
 

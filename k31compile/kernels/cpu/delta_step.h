@@ -4,17 +4,34 @@
 
 namespace k31 {
 
+// Rows of a state.
+struct Rows {
+    float* data;
+    int64_t stride;
+    float* operator[](int64_t row) const { return data + row * stride; }
+};
+
+// What the value channels of one token have in common.
+struct Columns {
+    Rows from, to;
+    int64_t width;
+    float beta, overlap;
+    float* output;
+};
+
+constexpr int ROWS_TOGETHER = 4;  // rows whose sums across the lanes need not wait for each other
+
 struct Step {
     Token token;
-    float *decayed_key, *decayed_query;         // [width]
-    float *value, *predicted, *read, *update;   // [depth]
+    float *decayed_key, *decayed_query;  // [width]
+    float* value;                        // [depth]
 
     static Step carve(Carver& from, const DeltaCall& call) {
         const int64_t width = round_up(call.width, LANES), depth = round_up(call.depth, LANES);
         const auto take = [&](int64_t count) { return from.take<float>(count); };
         Step step{Token::carve(from, call.width)};
         for (float** row : {&step.decayed_key, &step.decayed_query}) *row = take(width);
-        for (float** row : {&step.value, &step.predicted, &step.read, &step.update}) *row = take(depth);
+        step.value = take(depth);
         return step;
     }
 
@@ -22,32 +39,32 @@ struct Step {
 
   private:
     void prepare(const Strand& strand, int64_t t);
-    void key_first(const Strand& strand, int64_t t, const float* from, int64_t stride, float* to);
-    void value_first(const Strand& strand, int64_t t, const float* from, int64_t stride, float* to);
-    template <int ROWS> void accumulate(int64_t depth, int64_t d, const float* from, int64_t stride);
+    void key_first(const Strand& strand, int64_t t, Rows from, Rows to) const;
+    void value_first(const Strand& strand, int64_t t, Rows from, Rows to) const;
+    template <int VECS> void columns(const Columns& of, int64_t v, int64_t left) const;
+    template <int ROWS> void rows(const Columns& of, int64_t v) const;
 };
 
 inline void Step::run(const Strand& strand) {
     const DeltaCall& call = strand.call;
     const int64_t rows = strand.state_rows(), row_width = strand.state_row_width();
-    const float* from = strand.last();
-    int64_t stride = row_width;
+    const Rows last{strand.last(), strand.last_stride()};
+    Rows from = last;
     if (strand.count && call.state.data && call.state.dtype == FLOAT32) {
-        from = reinterpret_cast<const float*>(strand.state_row(0));
-        stride = call.state.stride_row;
-    } else if (call.state.data) {
-        for (int64_t r = 0; r < rows; r++)
-            copy_row(FloatDot{}, strand.state_row(r), call.state.dtype, row_width,
-                     reinterpret_cast<char*>(strand.last() + r * row_width));
-    } else {
-        std::fill(strand.last(), strand.last() + rows * row_width, 0.0f);
+        from = {reinterpret_cast<float*>(const_cast<char*>(strand.state_row(0))), call.state.stride_row};
+    } else if (!strand.in_place()) {
+        for (int64_t r = 0; r < rows; r++) {
+            if (call.state.data)
+                copy_row(FloatDot{}, strand.state_row(r), call.state.dtype, row_width,
+                         reinterpret_cast<char*>(last[r]));
+            else std::fill(last[r], last[r] + row_width, 0.0f);
+        }
     }
     for (int64_t t = 0; t < strand.count; t++) {
         prepare(strand, t);
-        if (call.value_first) value_first(strand, t, from, stride, strand.last());
-        else key_first(strand, t, from, stride, strand.last());
-        from = strand.last();
-        stride = row_width;
+        if (call.value_first) value_first(strand, t, from, last);
+        else key_first(strand, t, from, last);
+        from = last;
     }
 }
 
@@ -62,68 +79,94 @@ inline void Step::prepare(const Strand& strand, int64_t t) {
     }
 }
 
-// predicted += sum of decayed_key[d] * state[d], read += sum of decayed_query[d] * state[d], for ROWS rows from d on.
-template <int ROWS> void Step::accumulate(int64_t depth, int64_t d, const float* from, int64_t stride) {
-    const float *by_key = decayed_key + d, *by_query = decayed_query + d;
-    float *key_sum = predicted, *query_sum = read;
-    over_row(depth, [&](int64_t v, int64_t left) K31_BODY {
-        Floats for_key = load<Floats>(key_sum + v), for_query = load<Floats>(query_sum + v);
-#pragma GCC unroll 4
-        for (int m = 0; m < ROWS; m++) {
-            const Floats state = load_part(from + (d + m) * stride + v, left);
-            for_key += state * by_key[m];
-            for_query += state * by_query[m];
+// VECS vectors of value channels from v on, of which `left` are there. What is read is the updated state:
+// (S + key u^T)^T query = S^T query + (key . query) u.
+template <int VECS> void Step::columns(const Columns& of, int64_t v, int64_t left) const {
+    const auto part = [&](const float* from, int n) K31_BODY {
+        return VECS > 1 ? load<Floats>(from + n * LANES) : load_part(from, left);
+    };
+    const auto keep = [&](float* to, int n, Floats x) K31_BODY {
+        if (VECS > 1) store(to + n * LANES, x);
+        else store_part(to, x, left);
+    };
+    // Locals: what is stored might, for all the compiler knows, be the fields of this object.
+    const Rows from = of.from, to = of.to;
+    const int64_t width = of.width;
+    const float *with_key = decayed_key, *with_query = decayed_query, *decays = token.decay, *keys = token.key;
+    Floats by_key[VECS] = {}, by_query[VECS] = {};
+    for (int64_t d = 0; d < width; d++) {
+        const float* row = from[d] + v;
+#pragma GCC unroll 8
+        for (int n = 0; n < VECS; n++) {
+            Floats state = part(row, n);
+            K31_KEEP(state);
+            by_key[n] += state * with_key[d];
+            by_query[n] += state * with_query[d];
         }
-        store(key_sum + v, for_key);
-        store(query_sum + v, for_query);
-    });
+    }
+    Floats written[VECS];
+#pragma GCC unroll 8
+    for (int n = 0; n < VECS; n++) {
+        written[n] = of.beta * (load<Floats>(value + v + n * LANES) - by_key[n]);
+        keep(of.output + v, n, by_query[n] + of.overlap * written[n]);
+    }
+    for (int64_t d = 0; d < width; d++) {
+        const float* row = from[d] + v;
+        float* place = to[d] + v;
+        const float decay = decays[d], key = keys[d];
+#pragma GCC unroll 8
+        for (int n = 0; n < VECS; n++) keep(place, n, part(row, n) * decay + key * written[n]);
+    }
 }
 
-// State [width][depth]. What is read is the updated state: (S + key u^T)^T query = S^T query + (key . query) u.
-inline void Step::key_first(const Strand& strand, int64_t t, const float* from, int64_t stride, float* to) {
+// State [width][depth].
+inline void Step::key_first(const Strand& strand, int64_t t, Rows from, Rows to) const {
     const int64_t width = strand.call.width, depth = strand.call.depth;
-    const float beta = strand.beta(t), overlap = token.overlap(width);
-    std::fill(predicted, predicted + round_up(depth, LANES), 0.0f);
-    std::fill(read, read + round_up(depth, LANES), 0.0f);
-    int64_t d = 0;
-    for (; d + 4 <= width; d += 4) accumulate<4>(depth, d, from, stride);
-    for (; d < width; d++) accumulate<1>(depth, d, from, stride);
-    float *output = strand.output(t), *written = update;
-    over_row(depth, [&](int64_t v, int64_t left) K31_BODY {
-        const Floats difference = beta * (load<Floats>(value + v) - load<Floats>(predicted + v));
-        store(written + v, difference);
-        store_part(output + v, load<Floats>(read + v) + overlap * difference, left);
-    });
-    for (d = 0; d < width; d++) {
-        const float decay = token.decay[d], key = token.key[d];
-        const float* row = from + d * stride;
-        over_row(depth, [&](int64_t v, int64_t left) K31_BODY {
-            store_part(to + d * depth + v, load_part(row + v, left) * decay + key * load<Floats>(written + v), left);
-        });
+    const Columns of{from, to, width, strand.beta(t), token.overlap(width), strand.output(t)};
+    constexpr int64_t MOST = 2 * WIDEST * LANES;
+    int64_t v = 0;
+    for (; v + MOST <= depth; v += MOST) columns<2 * WIDEST>(of, v, MOST);
+    if (v + MOST / 2 <= depth) {
+        columns<WIDEST>(of, v, MOST / 2);
+        v += MOST / 2;
     }
+    for (; v < depth; v += LANES) columns<1>(of, v, depth - v);
 }
 
 // State [depth][width]: each of its rows is finished while it is in the nearest cache.
-inline void Step::value_first(const Strand& strand, int64_t t, const float* from, int64_t stride, float* to) {
+inline void Step::value_first(const Strand& strand, int64_t t, Rows from, Rows to) const {
     const int64_t width = strand.call.width, depth = strand.call.depth;
-    const float beta = strand.beta(t), overlap = token.overlap(width);
-    const float *decay = token.decay, *key = token.key, *by_key = decayed_key, *by_query = decayed_query;
-    float* output = strand.output(t);
-    for (int64_t v = 0; v < depth; v++) {
-        const float* row = from + v * stride;
-        Floats for_key{}, for_query{};
-        over_row(width, [&](int64_t d, int64_t left) K31_BODY {
-            const Floats state = load_part(row + d, left);
-            for_key += state * load<Floats>(by_key + d);
-            for_query += state * load<Floats>(by_query + d);
+    const Columns of{from, to, width, strand.beta(t), token.overlap(width), strand.output(t)};
+    int64_t v = 0;
+    for (; v + ROWS_TOGETHER <= depth; v += ROWS_TOGETHER) rows<ROWS_TOGETHER>(of, v);
+    for (; v < depth; v++) rows<1>(of, v);
+}
+
+// ROWS value channels from v on, one row after the other as memory likes it best.
+template <int ROWS> K31_INLINE void Step::rows(const Columns& of, int64_t v) const {
+    const float *decay = token.decay, *key = token.key, *with_key = decayed_key, *with_query = decayed_query;
+    const Rows from = of.from, to = of.to;
+    Floats by_key[ROWS] = {}, by_query[ROWS] = {};
+#pragma GCC unroll 4
+    for (int m = 0; m < ROWS; m++)
+        over_row(of.width, [&](int64_t d, int64_t left) K31_BODY {
+            Floats state = load_part(from[v + m] + d, left);
+            K31_KEEP(state);
+            by_key[m] += state * load<Floats>(with_key + d);
+            by_query[m] += state * load<Floats>(with_query + d);
         });
-        const float written = beta * (value[v] - sum_lanes(for_key));
-        output[v] = sum_lanes(for_query) + overlap * written;
-        over_row(width, [&](int64_t d, int64_t left) K31_BODY {
-            const Floats kept = load_part(row + d, left) * load<Floats>(decay + d);
-            store_part(to + v * width + d, kept + written * load<Floats>(key + d), left);
-        });
+    float written[ROWS];
+#pragma GCC unroll 4
+    for (int m = 0; m < ROWS; m++) {
+        written[m] = of.beta * (value[v + m] - sum_lanes(by_key[m]));
+        of.output[v + m] = sum_lanes(by_query[m]) + of.overlap * written[m];
     }
+#pragma GCC unroll 4
+    for (int m = 0; m < ROWS; m++)
+        over_row(of.width, [&](int64_t d, int64_t left) K31_BODY {
+            const Floats kept = load_part(from[v + m] + d, left) * load<Floats>(decay + d);
+            store_part(to[v + m] + d, kept + written[m] * load<Floats>(key + d), left);
+        });
 }
 
 }  // namespace k31

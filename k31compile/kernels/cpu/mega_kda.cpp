@@ -131,8 +131,10 @@ struct Layer {
 
     DeltaCall delta() const {
         const Operand& state = call.state;
-        const int64_t numbers = request * state.stride_outer + head * state.stride_head;
-        float* last = call.last + (request * call.heads + head) * call.width * call.depth;
+        const int64_t place = call.places ? call.places[request] : request;
+        const int64_t numbers = place * state.stride_outer + head * state.stride_head;
+        float* last =
+            call.last ? call.last + (request * call.heads + head) * call.width * call.depth : nullptr;
         return {packed(query, FLOAT32, call.width),
                 packed(key, FLOAT32, call.width),
                 packed(convolved[STREAMS - 1], call.x[STREAMS - 1].dtype, call.depth),
@@ -151,7 +153,8 @@ struct Layer {
                 call.scale,
                 1,
                 core,
-                last};
+                last,
+                nullptr};
     }
 
     void finish(int64_t t) const {

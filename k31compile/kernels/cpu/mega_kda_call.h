@@ -40,7 +40,8 @@ struct MegaCall {
     int64_t result_dtype;
     char* new_conv;  // [B][W-1][query's channels, key's, value's]
     int64_t conv_dtype;
-    float* last;  // [B][H], then as value_first says
+    float* last;  // [B][H], then as value_first says; null: in place of the state, which is float32
+    const int64_t* places;  // which of the states is a request's, from 0; null: the one of its number
 
     int64_t size(int stream) const { return stream == STREAMS - 1 ? depth : width; }
     int64_t channels() const { return heads * (2 * width + depth); }

@@ -136,13 +136,21 @@ K31_INLINE Floats exp_any(Floats x) {
     return x < -87.3f ? Floats{} : (x == x ? scaled : x);
 }
 
+// Lane i of the fold by `half` takes lane i + half.
+struct Folds {
+    int32_t from[LANES][LANES] = {};
+    constexpr Folds() {
+        for (int half = 1; half < LANES; half *= 2)
+            for (int i = 0; i < LANES; i++) from[half][i] = (i + half) % LANES;
+    }
+};
+inline constexpr Folds FOLDS;
+
 // The order of the additions is fixed, so a sum does not depend on where its row stood in a tile.
 K31_INLINE float sum_lanes(Floats x) {
-    float lane[LANES];
-    store(lane, x);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    return lane[0];
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2) x += __builtin_shuffle(x, load<Ints>(FOLDS.from[half]));
+    return x[0];
 }
 
 // ---- rows whose end need not fall on a whole vector

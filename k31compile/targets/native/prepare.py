@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from k31compile.errors import NativeError
 from k31compile.graph.sizes import expression_of, input_values
 from k31compile.graph.views import is_view
+from k31compile.targets.state_writes import update_states_in_place
 
 ATEN = torch.ops.aten
 
@@ -40,6 +41,7 @@ def prepare(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.G
     returned = graph.graph_copy(module.graph, {})
     graph.output(returned)
     copy = fx.GraphModule(module, graph)
+    update_states_in_place(copy)
     placeholders = graph.find_nodes(op="placeholder")
     outputs = _plan_outputs(graph, placeholders)
     _read_sizes_from_tensors(graph, placeholders, values)
