@@ -12,6 +12,7 @@ import torch
 from k31compile.bench.alternate import FEWEST_ROUNDS, alternate
 from k31compile.bench.case import OURS, Case, Thunk, Work
 from k31compile.bench.clock import Clock, calls_per_sample, clock_for, sample
+from k31compile.bench.failure import in_one_line
 from k31compile.bench.goals import Bound
 from k31compile.bench.memory import peak_extra_bytes
 from k31compile.bench.roof import Probed, cores_had
@@ -125,8 +126,7 @@ def _call_first(variant: _Variant, work: Work, tolerance: float) -> None:
         variant.extra = peak_extra_bytes(variant.call)
         result = variant.call()
     except Exception as failure:  # another's compiler may fail in any way
-        first = next(iter(str(failure).strip().splitlines()), "")
-        why = f"{type(failure).__name__}: {first}"
+        why = in_one_line(failure)
         variant.error, variant.skipped = (why, "") if variant.opponent == OURS else ("", why)
         return
     variant.error = work.check(result, tolerance) or ""
