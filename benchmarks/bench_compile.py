@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fresh import cpu_seconds, empty_caches, run_elsewhere
 from rich.console import Console
 from rich.table import Table
+
+from k31compile.bench.fresh import cpu_seconds, empty_caches, run_elsewhere
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 

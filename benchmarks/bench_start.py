@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fresh import cpu_seconds, empty_caches, folder_size, run_elsewhere
+from k31compile.bench.fresh import cpu_seconds, empty_caches, folder_size, run_elsewhere
 
 Rows = dict[tuple[str, str], list[dict[str, Any]]]
 

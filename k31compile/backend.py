@@ -17,6 +17,7 @@ from k31compile.captured import captured_graph as captured_graph
 from k31compile.captured import capturing
 from k31compile.contract.compare import hold_to_contract
 from k31compile.errors import OptionError, TraceError
+from k31compile.guard_filters import KeptState, both, guard_filter
 from k31compile.keeping import begin_keeping
 from k31compile.leaves.hook import count_frames, install
 from k31compile.leaves.leaf import as_written, count_leaves
@@ -87,17 +88,32 @@ def compile(model: nn.Module, **options: Any) -> Compiled:
     The layers' classes are marked while a call runs and as they were before and after it. Layers that Dynamo cannot
     take as regions, because they give back what they were given, are compiled one by one; the report says so.
 
+    With `guards="modules"` or `"none"` the caller promises that the model, and with `"none"` the functions and
+    constants that it uses, stay as they are at the first call of each shape (docs/performance.md, Guards).
+
     Raises:
-        OptionError, NotBuiltYetError: at once.
+        OptionError, NotBuiltYetError: at once; OptionError also after a first call that changed the model's own
+            attributes where their guards are dropped: its result would be right, the next one's not.
         TraceError: at a call, where Dynamo finds that out after a graph break: a part of the model has run by then.
     """
-    Options.from_mapping(options)
+    guards = Options.from_mapping(options).guards
+    kept = both(guard_filter(guards), options.get("guard_filter_fn"))
+    passed = {name: value for name, value in options.items() if name not in ("guards", "guard_filter_fn")}
     kinds = repeated_layers(model)
     forwards: dict[type[nn.Module], Any] = {}
-    compiled = torch.compile(model, backend="k31", options=options)
+    compiled = torch.compile(model, backend="k31", options=passed | ({"guard_filter_fn": kept} if kept else {}))
     has_run = False
+    state = None if guards == "safe" else KeptState(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal state
+        result = run(*args, **kwargs)
+        if state is not None:
+            state.hold(guards)
+            state = None
+        return result
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_run
         before = count_frames()
         try:
@@ -115,7 +131,7 @@ def compile(model: nn.Module, **options: Any) -> Compiled:
             tell(why)
         return compiled(*args, **kwargs)
 
-    return call
+    return run if state is None else call
 
 
 def _options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mapping[str, Any]) -> Options:
@@ -125,7 +141,13 @@ def _options(mode: str | None, options: Mapping[str, Any] | None, unknown: Mappi
         raise OptionError(
             f"backend k31 does not take {', '.join(sorted(unknown))}", hint="use options={...}; see k31compile.Options"
         )
-    return Options.from_mapping(options)
+    chosen = Options.from_mapping(options)
+    if chosen.guards != "safe":
+        raise OptionError(
+            f"option guards={chosen.guards!r} is not for torch.compile, which fixes guards before a backend is asked",
+            hint=f"use k31compile.compile(model, guards={chosen.guards!r})",
+        )
+    return chosen
 
 
 def _compile(module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report) -> Compiled:

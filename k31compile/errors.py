@@ -279,6 +279,13 @@ class LockError(K31Error):
     default_hint = "write one with: k31 explain TARGET --lock F"
 
 
+class BenchError(K31Error):
+    """A benchmark whose result is wrong, or a process of one that failed or took too long."""
+
+    code = "K31-0604"
+    default_hint = "nothing is timed that is wrong; --only NAME measures one case, --debug shows its traceback"
+
+
 def all_errors() -> Iterator[type[K31Error]]:
     """Yield K31Error and every class derived from it, ordered by code."""
 

@@ -19,8 +19,9 @@ from torch._guards import TracingContext
 from k31compile.cache.entry_store import EntryStore, FoundEntry
 from k31compile.cache.key import Key, make_key
 from k31compile.cache.opened import open_store
+from k31compile.cache.surroundings import have_sources_changed
 from k31compile.errors import ColdCompileError, KeyingError, NativeError, StoreError
-from k31compile.graph.sizes import input_values
+from k31compile.graph.sizes import input_values, number_inputs
 from k31compile.leaves.bytecode import Unfit
 from k31compile.leaves.source import examine
 from k31compile.options import Options
@@ -46,6 +47,7 @@ class Keeping:
     key: Key
     sizes: Sequence[Any]
     is_warm_required: bool
+    numbers: Sequence[torch.SymFloat] = ()
 
     def find(self, report: Report) -> Compiled | None:
         """What an earlier compile of this graph kept, loaded, with its report; None where there is nothing.
@@ -61,6 +63,7 @@ class Keeping:
                 report.restore(entry.manifest["report"])
                 report.cache = {"hit": True, "level": 1, "key": entry.key, "why": "found, nothing was compiled"}
                 report.phases["load"] = time.perf_counter() - begin
+                self._hold_numbers()
                 return compiled
         why = self.store.why_missed(self.key.ingredients)
         report.cache = {"hit": False, "level": 1, "key": self.key.digest, "why": why}
@@ -68,6 +71,11 @@ class Keeping:
         if self.is_warm_required:
             raise ColdCompileError(f"this graph is not in the cache: {why}", where=str(self.store.root))
         return None
+
+    def _hold_numbers(self) -> None:
+        """Let Dynamo guard on each number that is part of what was compiled, as a trace of the graph would."""
+        for number in self.numbers:
+            float(number)
 
     def build(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
@@ -91,6 +99,11 @@ class Keeping:
         program = {"plan": plan, "guards": guards}
         key = self._free_key()
         report.cache["key"] = key.digest
+        if have_sources_changed():
+            report.cache["why"] += (
+                "; not kept: files of k31compile have changed since this process began, start it anew"
+            )
+            return
         kept = self.store.publish(key.digest, _KIND, key.ingredients, program, report.to_kept(), files)
         if kept is None:
             report.cache["why"] = f"{report.cache['why']}; it could not be kept"
@@ -145,7 +158,7 @@ def begin_keeping(
             key = make_key(module, example_inputs, options, options.target or "cpu", _digest)
             report.phases["key"] = time.perf_counter() - begin
             sizes = [value for value in input_values(module, example_inputs) if isinstance(value, torch.SymInt)]
-            return Keeping(store, key, sizes, is_warm_required)
+            return Keeping(store, key, sizes, is_warm_required, number_inputs(module))
         except (KeyingError, StoreError) as error:
             why = f"not kept: {error}"
     report.cache["why"] = why

@@ -53,7 +53,7 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "codegen": (("inductor", "ops", "tiered"), ()),
     "strict": ((False, True), ()),
     "require_warm": ((False, True), ()),
-    "guards": (("safe",), ("modules", "none")),
+    "guards": (("safe", "modules", "none"), ()),
 }
 
 
@@ -73,7 +73,8 @@ class Options:
             once while a child process builds it, and then as built.
         strict: raise where the report would otherwise only tell.
         lock: path of a fusion contract; a graph that gets less than it says is an error.
-        guards: which guards a compiled function keeps.
+        guards: which guards a function of `k31compile.compile` keeps: "safe" all, "modules" none on the model's own
+            modules and parameters, "none" none on globals either; those on arguments always.
         confirm_bytes: what one confirmation may take, in bytes; a larger region is refused and the refusal says so.
         require_warm: an error where a graph is not found in the cache, with the ingredient that differs; so does the
             environment variable K31_REQUIRE_WARM=1.

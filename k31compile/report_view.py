@@ -42,7 +42,7 @@ def show(report: Report, console: Console) -> None:
 def as_text(report: Report) -> str:
     """Return the report as plain text, without colour and independent of the terminal."""
     buffer = io.StringIO()
-    show(report, Console(file=buffer, width=110, color_system=None, force_terminal=False))
+    show(report, Console(file=buffer, width=110, color_system=None, force_terminal=False, emoji=False))
     return buffer.getvalue().rstrip()
 
 

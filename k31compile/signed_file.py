@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ log = logging.getLogger("k31compile")
 
 MOST_BYTES = 1 << 20
 """A file beyond this is none of ours."""
+
+FILE_NAMES = {"functions": r"([^/.\x00]{1,200})-([0-9a-f]{40})\.signed", "regions": r"([0-9a-f]{40})\.signed"}
+"""What is kept so: the folder in the user's cache, and how files in it are called."""
 
 
 def private_folder(name: str) -> Path:
@@ -84,6 +88,24 @@ def _read_private(path: Path) -> bytes:
 
 def _refused(path: Path, why: str) -> StoreError:
     return StoreError(why, where=str(path), hint=f"it is not used and found out anew; to be rid of it: rm {path}")
+
+
+def kept_files(name: str) -> list[Path]:
+    """This user's own files of a folder of `FILE_NAMES`, by their names; nothing else in it, and no link.
+
+    Raises:
+        StoreError: the folder is not this user's alone.
+    """
+    folder = cache_dir() / name
+    if not os.path.lexists(folder):
+        return []
+    own_name = re.compile(FILE_NAMES[name])
+    found = []
+    for path in sorted(private_folder(name).iterdir()):
+        info = path.lstat()
+        if own_name.fullmatch(path.name) and stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
+            found.append(path)
+    return found
 
 
 def touch(path: Path) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from k31compile.ahead.make import Progress, example_of, placed_weights, without_times
+from k31compile.ahead.make import Progress, example_of, placed_weights, prepare_folder, without_times
 from k31compile.ahead.variants import replaced
 from k31compile.ahead.weight_table import WeightTable
 from k31compile.cache.artefact.arguments import Described, describe
 from k31compile.cache.artefact.container import canonical, write_artefact
 from k31compile.cache.artefact.flags import kernels_digest
+from k31compile.cache.artefact.payloads import installed_versions
 from k31compile.cache.artefact.signature import bind, describe_signature, signature_of
 from k31compile.cache.artefact.tensors import Mismatch
 from k31compile.entry import Entry
@@ -46,6 +47,7 @@ def make_ascend_artefact(
         ArtefactError: an entry has dynamic sizes, or its arguments are no plain data.
         K31Error: as `compile_offline`.
     """
+    prepare_folder(path)
     table, told = WeightTable(), {}
     files: dict[str, bytes] = {}
     payloads = []
@@ -65,7 +67,6 @@ def make_ascend_artefact(
         seconds = time.perf_counter() - begin
         progress.add("convert", seconds)
         told[entry.name] = _told(graph, described, seconds)
-    path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     filed = placed_weights(table, entries, weights, path)
     manifest = {
@@ -111,7 +112,7 @@ def _payload(
         "kind": f"ascend-{graph.profile.path}",
         "graph": _GRAPHS[graph.profile.path],
         "may_round": graph.profile.may_round,
-        "versions": graph.versions,
+        "versions": graph.versions | _provider_versions(graph),
         "parameters": describe_signature(signature_of(entry.model)),
         "tree": described.tree,
         "tensors": [_tensor(tensor, path) for tensor, path in zip(described.tensors, described.paths, strict=True)],
@@ -120,6 +121,12 @@ def _payload(
             for place, value in enumerate(graph.inputs)
         ],
     }
+
+
+def _provider_versions(graph: OfflineGraph) -> dict[str, str]:
+    """The versions of the installed packages, beside torch_npu, whose operators the graph calls."""
+    used = {decision["provider"] for decision in graph.to_dict()["lowered"]} - graph.versions.keys()
+    return installed_versions(dict.fromkeys(sorted(used)))
 
 
 def _tensor(tensor: torch.Tensor, path: str) -> dict[str, Any]:

@@ -63,8 +63,9 @@ class Built:
 class _Probe:
     """Takes the place of the compiled graph for one call."""
 
-    def __init__(self, folder: Path, tell: Tell) -> None:
-        self.folder, self.tell = folder, tell
+    def __init__(self, folder: Path, tell: Tell, tensors: Sequence[torch.Tensor]) -> None:
+        self.folder, self.tell, self.tensors = folder, tell, tensors
+        self.looked_at: dict[int, torch.Tensor] = {}
         self.graph: fx.GraphModule | None = None
         self.plan: dict[str, Any] = {}
         self.report = Report()
@@ -75,6 +76,7 @@ class _Probe:
 
     def __call__(self, graph: fx.GraphModule, inputs: tuple[Any, ...], report: Report) -> Callable[..., Any]:
         refuse_effects()
+        self.looked_at = dict(_looked_at(self.tensors))
         self.outputs = [_stand_in(value) for value in graph.graph.output_node().args[0]]  # type: ignore[union-attr]
         self.text = f"{graph.graph}\n"
         self.graph, self.report = graph, report
@@ -88,6 +90,20 @@ class _Probe:
             return self.outputs
 
         return answer
+
+
+def _looked_at(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """The tensors that Dynamo has looked at in the call under way, by number, as it sees them.
+
+    The graph may take fewer: of some the model reads the sizes only.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    known = InstructionTranslator.current_tx().output.side_effects.id_to_variable
+    for number, tensor in enumerate(tensors):
+        variable: Any = known.get(id(tensor))
+        if variable is not None:
+            yield number, variable.as_proxy().node.meta["example_value"]
 
 
 def _stand_in(value: Any) -> Any:
@@ -135,7 +151,8 @@ def _build(entry: Entry, folder: Path, options: Options, tell: Tell, declared: D
     described = describe(bind(signature, args, kwargs))
     sizes = DynamicSizes(entry, described)
     list(_promises(described, sizes, set()))
-    probe = _Probe(folder, tell)
+    _refuse_own_tensors(entry.model, described)
+    probe = _Probe(folder, tell, described.tensors)
     before = state_of(entry.model, described.tree)
     tell("trace")
     with entry.grad_mode(), sizes.marked():
@@ -143,9 +160,9 @@ def _build(entry: Entry, folder: Path, options: Options, tell: Tell, declared: D
         result = captured_call(entry.model, args, kwargs, options, probe)
     assert probe.graph is not None
     before.compare(entry.model, describe(bind(signature, args, kwargs)).tree)
-    sources = _Sources(entry, described, probe)
-    graph_sizes = sizes.learn(probe.graph, sources.numbers)
     written = written_inputs(probe.graph)
+    sources = _Sources(entry, described, probe, written)
+    graph_sizes = sizes.learn(probe.graph, sources.numbers, probe.looked_at)
     data = {
         "name": entry.name,
         "folder": folder.name,
@@ -168,6 +185,20 @@ def _build(entry: Entry, folder: Path, options: Options, tell: Tell, declared: D
     )  # fmt: skip
 
 
+def _refuse_own_tensors(model: Any, described: Described) -> None:
+    """Raise Mismatch for an argument that the model holds too: the two are one to Dynamo, and apart at a later call."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    held = {id(value): name for module in modules for name, value in _tensors_of(module)}
+    for path, tensor in zip(described.paths, described.tensors, strict=True):
+        if id(tensor) in held:
+            raise Mismatch(path, f"is the model's own {held[id(tensor)]}", "a tensor of its own; pass a clone")
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    named = {**vars(module), **module._buffers, **module._parameters}
+    return ((name, value) for name, value in named.items() if isinstance(value, torch.Tensor))
+
+
 def _promises(described: Described, sizes: DynamicSizes, written: set[int]) -> Iterator[dict[str, Any]]:
     for number, (path, tensor) in enumerate(zip(described.paths, described.tensors, strict=True)):
         first = described.number_of(tensor)
@@ -178,7 +209,7 @@ def _promises(described: Described, sizes: DynamicSizes, written: set[int]) -> I
 class _Sources:
     """Where each input of the graph comes from: a tensor of the arguments, a size of one, or a weight by its name."""
 
-    def __init__(self, entry: Entry, described: Described, probe: _Probe) -> None:
+    def __init__(self, entry: Entry, described: Described, probe: _Probe, written: set[int]) -> None:
         assert probe.graph is not None
         self.data: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
@@ -201,7 +232,7 @@ class _Sources:
                 name = known.get(id(value)) or name_of_source(node)
                 self.names[place] = name
                 self.weights[name] = value
-                self.data.append({"weight": name})
+                self.data.append({"weight": name, "written": place in written})
         self.data = [self._of_size(one, nodes) if "size" in one else one for one in self.data]
 
     def _of_size(self, source: dict[str, Any], nodes: Sequence[fx.Node]) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from torch import nn
 
 from k31compile.ahead.capture import Built, build_entry
 from k31compile.ahead.variants import variants, with_sizes
-from k31compile.ahead.weight_table import SOURCE, Filed, WeightTable
+from k31compile.ahead.weight_table import SOURCE, Filed, WeightTable, refuse_foreign
 from k31compile.cache.artefact.container import canonical, write_artefact
 from k31compile.cache.artefact.flags import kernels_digest, machine
 from k31compile.cache.artefact.load import KERNELS
 from k31compile.entry import Entry
-from k31compile.errors import ArtefactError, BuildError
+from k31compile.errors import ArtefactError, BuildError, StoreError
 from k31compile.kernels.cpu.build import built_library
 from k31compile.options import Options
 from k31compile.targets.native.load import EXTERNS, LIBRARY
@@ -60,7 +60,7 @@ def make_artefact(
 
     Raises:
         ArtefactError: an entry's call cannot be written down as plain data, its graph cannot be built to a library, or
-            two entries take the same calls.
+            two entries take the same calls; or F.safetensors is there and is somebody else's.
         TraceError: an entry is not one graph.
         StoreError: the file cannot be signed or written.
     """
@@ -71,6 +71,9 @@ def make_artefact(
     compiles = [variant for entry in entries for variant in variants(entry)]
     declared = _declared(entries)
     _check_names(compiles)
+    if weights is None and not _sources(entries):
+        refuse_foreign(_own_weights(path))
+    prepare_folder(path)
     with tempfile.TemporaryDirectory(prefix="k31-ahead-") as scratch:
         built: list[Built] = []
         while len(built) < len(compiles):
@@ -86,6 +89,21 @@ def make_artefact(
             built.append(one)
             compiles += [with_sizes(entry, sizes) for sizes in one.left_out]
         return _write(built, path, weights, progress)
+
+
+def prepare_folder(path: Path) -> None:
+    """Make the folder of a file that is written once minutes have passed, and see whether it takes one.
+
+    Raises:
+        StoreError: it does not.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        what = f"the folder of {path.name} cannot be written: {error.strerror}"
+        raise StoreError(what, str(path.parent), hint="give -o another folder") from error
 
 
 def _reason(entry: Entry, number: int, count: int) -> str:
@@ -137,7 +155,7 @@ def _write(built: Sequence[Built], path: Path, weights: Path | None, progress: P
         for source in one.data["inputs"]:
             if "weight" in source:
                 source["weight"] = names[source["weight"]]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    had_weights = _own_weights(path).exists()
     filed = placed_weights(table, [one.entry for one in built], weights, path)
     middle = time.perf_counter()
     progress.tell("write")
@@ -152,7 +170,12 @@ def _write(built: Sequence[Built], path: Path, weights: Path | None, progress: P
         "entries": [one.data for one in built],
         "payloads": [],
     }
-    write_artefact(path, manifest, files, filed.places(path))
+    try:
+        write_artefact(path, manifest, files, filed.places(path))
+    except StoreError:
+        if not had_weights:
+            _own_weights(path).unlink(missing_ok=True)
+        raise
     progress.add("weights", middle - start)
     progress.add("write", time.perf_counter() - middle)
     return _told(built, path, filed)
@@ -160,9 +183,18 @@ def _write(built: Sequence[Built], path: Path, weights: Path | None, progress: P
 
 def placed_weights(table: WeightTable, entries: Sequence[Entry], weights: Path | None, path: Path) -> Filed:
     """The weights in the files that the caller or the models name, the others in a file beside the artefact."""
+    return table.file_them(_sources(entries), weights, _own_weights(path))
+
+
+def _sources(entries: Sequence[Entry]) -> list[Path]:
+    """Where the models of the entries were loaded from, as they say themselves."""
     found = [getattr(entry.model, SOURCE, None) for entry in entries]
-    sources = list(dict.fromkeys(Path(place) for place in found if place is not None and Path(place).exists()))
-    return table.file_them(sources, weights, path.with_suffix(".safetensors"))
+    return list(dict.fromkeys(Path(place) for place in found if place is not None and Path(place).exists()))
+
+
+def _own_weights(path: Path) -> Path:
+    """The file beside an artefact for the weights that are in no checkpoint."""
+    return path.with_suffix(".safetensors")
 
 
 def _files(built: Sequence[Built]) -> dict[str, bytes]:

@@ -86,10 +86,13 @@ class DynamicSizes:
                 for mark in set(vars(tensor)) - before[number]:
                     delattr(tensor, mark)
 
-    def learn(self, graph: fx.GraphModule, numbers: Mapping[int, int]) -> GraphSizes:
+    def learn(
+        self, graph: fx.GraphModule, numbers: Mapping[int, int], looked_at: Mapping[int, torch.Tensor]
+    ) -> GraphSizes:
         """Bounds of the names, and what Dynamo, the passes and the build asked of the sizes while they worked.
 
-        `numbers` are the tensors of the arguments by the inputs of the graph.
+        `numbers` are the tensors of the arguments by the inputs of the graph; `looked_at` are by their numbers those
+        that Dynamo has seen at all, with its sizes.
 
         Raises:
             ArtefactError: they asked something that cannot be written down.
@@ -98,7 +101,7 @@ class DynamicSizes:
         if not bounds:
             return GraphSizes({}, [])
         nodes = graph.graph.find_nodes(op="placeholder")
-        values = {numbers[place]: nodes[place].meta["val"] for place in numbers}
+        values = {**looked_at, **{numbers[place]: nodes[place].meta["val"] for place in numbers}}
         names: dict[str, str] = {}
         same: list[tuple[str, Any]] = []
         for number, dims in self._dims.items():
@@ -112,7 +115,7 @@ class DynamicSizes:
     def _learn_one(self, value: Any, dim: int, name: str, names: dict[str, str], same: list[tuple[str, Any]]) -> None:
         size: Any = value.shape[dim] if isinstance(value, torch.Tensor) else None
         if size is None:
-            return  # the graph does not take this tensor, its size decides nothing
+            return  # nobody has looked at this tensor, its size decides nothing
         if not isinstance(size, torch.SymInt):
             raise ArtefactError(f"the size {name} became the number {size} while it was traced", hint=_FIXED)
         expression = expression_of(size)

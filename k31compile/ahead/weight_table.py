@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from k31compile.cache.artefact.tensors import extent
 from k31compile.cache.artefact.weight_files import relative_places
-from k31compile.errors import ArtefactError
+from k31compile.errors import ArtefactError, StoreError
 from k31compile.store import sha256_of
 from k31compile.weights.checkpoint import open_checkpoint
 from k31compile.weights.record import ND
 
 SOURCE = "weights_source"
 """The attribute of a model that names the folder its weights were loaded from."""
+
+
+_MARK, _MARK_SAYS = "k31compile", "weights of an artefact"
+"""In the metadata of every file of weights that is written here."""
 
 
 @dataclass
@@ -46,10 +52,13 @@ class WeightTable:
         `sources` are tried as they are; what `chosen` has under the name of a tensor must be that tensor.
 
         Raises:
-            ArtefactError: it is not, or a tensor has no values.
+            ArtefactError: it is not, a tensor has no values, or shares memory with one that is updated; or the file to
+                be written is somebody else's.
+            StoreError: it cannot be written.
         """
         filed = Filed()
         self._check_values()
+        self._check_apart()
         left = dict(self.tensors)
         for place in [*([chosen] if chosen is not None else []), *sources]:
             for name, path, shown in _same_in(place, left, must=place == chosen):
@@ -67,6 +76,21 @@ class WeightTable:
                 raise ArtefactError(f"the weight {name} is on {tensor.device}", hint="load the model onto the CPU")
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise ArtefactError(f"the weight {name} is a {type(tensor).__name__}, not a plain tensor")
+
+    def _check_apart(self) -> None:
+        """Raise where an update of one tensor would be seen in another: in the files each has memory of its own."""
+        spans = sorted((*extent(tensor), name) for name, tensor in self.tensors.items())
+        furthest: dict[bool, tuple[int, str]] = {True: (-1, ""), False: (-1, "")}  # written -> (end, name)
+        for begin, end, name in spans:
+            is_written = name in self.written
+            for other_written, (other_end, other) in furthest.items():
+                if begin < min(end, other_end) and (is_written or other_written):
+                    what = f"{other} and {name} share memory and a call updates it"
+                    raise ArtefactError(
+                        what, hint="keep one of them in the model, and make the other from it in forward"
+                    )
+            if end > furthest[is_written][0]:
+                furthest[is_written] = (end, name)
 
 
 @dataclass
@@ -125,14 +149,36 @@ def _same(stored: torch.Tensor, tensor: torch.Tensor) -> bool:
     return torch.equal(*both)
 
 
+def refuse_foreign(path: Path) -> None:
+    """Raise where a file of weights would be written over one that no artefact has brought: somebody's checkpoint.
+
+    Raises:
+        ArtefactError: there is a file of this name without our mark.
+    """
+    if not path.exists():
+        return
+    try:
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except (OSError, SafetensorError):
+        metadata = {}
+    if metadata.get(_MARK) != _MARK_SAYS:
+        hint = f"give -o another name, or refer to it with --weights {path}, or move it away"
+        raise ArtefactError("the weights of the artefact would be written over this file", str(path), hint=hint)
+
+
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write tensors row by row; a file that holds just these stays as it is, since an artefact may refer to it."""
+    refuse_foreign(path)
     own = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
     partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(own, partial)
+        save_file(own, partial, {_MARK: _MARK_SAYS})
         if not path.is_file() or sha256_of(path) != sha256_of(partial):
             partial.chmod(0o644)
             partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"the weights cannot be written: {error}", str(path), hint="give -o another folder") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

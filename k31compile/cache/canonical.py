@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from k31compile.errors import KeyingError
-from k31compile.graph.sizes import expression_of, input_values, symbols_of
+from k31compile.graph.library_names import name_in_library
+from k31compile.graph.sizes import expression_of, hint, input_values, number_inputs, symbols_of
 
 Digest = Callable[[types.FunctionType], str]
 """A digest of a Python function and of all that it reads; raises KeyingError where that cannot be known."""
@@ -37,20 +38,32 @@ def write_graph_text(module: fx.GraphModule, digest_of: Digest) -> str:
 
 
 def write_input_text(module: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
-    """What the inputs look like: kind, dtype, sizes and strides, device, and which of them share memory."""
+    """What the inputs look like: kind, dtype, sizes and strides, device, numbers, and which of them share memory."""
     values = input_values(module, example_inputs)
     names = symbol_names(values)
     lines = [_input_line(value, example, names) for value, example in zip(values, example_inputs, strict=True)]
     lines += [f"{name} in {_range_of(symbol, values)}" for symbol, name in names.items()]
+    lines += [f"number {_number(value)}" for value in number_inputs(module)]
     return "\n".join([*lines, *_sharing(example_inputs)])
 
 
-def write_hint_text(module: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
-    """The numbers that dynamic sizes had at the call that is compiled; empty where no size is dynamic."""
-    from k31compile.graph.sizes import hint
+def _number(value: torch.SymFloat) -> str:
+    """What a number is at this call: unlike a size it becomes part of what is compiled."""
+    if value.node.hint is None:
+        raise KeyingError("the graph reads a number out of a tensor while it runs")
+    return repr(float(value.node.hint))
 
-    values = input_values(module, example_inputs)
-    return " ".join(str(hint(value)) for value in values if isinstance(value, torch.SymInt))
+
+def write_hint_text(module: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
+    """The numbers that dynamic sizes had at the call that is compiled; empty where no size is dynamic.
+
+    Raises:
+        KeyingError: a size is not to be known while a graph is compiled, as torch's `mark_unbacked` asks.
+    """
+    sizes = [value for value in input_values(module, example_inputs) if isinstance(value, torch.SymInt)]
+    if any(not size.node.has_hint() for size in sizes):
+        raise KeyingError("a size is marked as unbacked, and has no number that conditions could be asked with")
+    return " ".join(str(hint(size)) for size in sizes)
 
 
 def symbol_names(values: Sequence[Any]) -> dict[sympy.Symbol, str]:
@@ -117,10 +130,8 @@ def _function(target: Any, digest_of: Digest) -> str:
         if "triton" in target.name():
             raise KeyingError("the graph launches a Triton kernel of the model's own")
         return f"operator {target.name()}"
-    module = str(getattr(target, "__module__", None) or "")
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    if module.partition(".")[0] in _LIBRARIES or isinstance(target, types.BuiltinFunctionType | type):
-        return f"function {module}.{name}"
+    if known := name_in_library(target, _LIBRARIES):
+        return f"function {known}"
     if isinstance(target, types.FunctionType):
         return f"function {digest_of(target)}"
     raise KeyingError(f"the graph calls a {type(target).__name__}")

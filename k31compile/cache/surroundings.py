@@ -80,6 +80,17 @@ def source_digest() -> str:
     return held.hexdigest()
 
 
+def have_sources_changed() -> bool:
+    """Whether our files are others now than when this module was imported, as after an update beside this process.
+
+    What is compiled from then on is partly by one version and partly by another, and neither one's key would be true.
+    """
+    return source_digest.__wrapped__() != _AT_START
+
+
+_AT_START = source_digest()
+
+
 @functools.cache
 def machine_digest() -> str:
     """A digest of the instruction set: libraries are built for the machine that builds them."""

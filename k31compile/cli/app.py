@@ -28,12 +28,13 @@ COMMANDS = {
     "export": "k31compile.cli.export:export",
     "weights": "k31compile.cli.weights:weights",
     "cache": "k31compile.cli.cache:cache",
+    "bench": "k31compile.cli.bench:bench",
     "passes": "k31compile.cli.passes:passes",
     "doctor": "k31compile.cli.doctor:doctor",
 }
 """Command name -> module:function or module:group of commands, in the order of ``k31 --help``."""
 
-PLANNED = ("bench", "new-pass")
+PLANNED = ("new-pass",)
 """Commands that the interface names and that are not built yet."""
 
 _EPILOG = "Every command also takes --json (one JSON document on standard output) and --debug (a traceback)."
@@ -41,6 +42,7 @@ _EPILOG = "Every command also takes --json (one JSON document on standard output
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    console.write_anything()
     arguments = console.take_flags(sys.argv[1:] if argv is None else argv)
     try:
         result = build_app(_chosen(arguments))(arguments or ["--help"], prog_name="k31", standalone_mode=False)
@@ -104,12 +106,12 @@ def _as_ours(error: Exception) -> Exception:
     message = getattr(error, "format_message", None)
     if message is None or isinstance(error, K31Error):
         return error
-    wrong = UsageError(str(message()).rstrip("."), hint=f"see `k31 {' '.join(_context(error))}--help`")
+    wrong = UsageError(str(message()).rstrip("."), hint=f"see `k31 {_context(error)}--help`")
     wrong.__cause__ = error
     return wrong
 
 
-def _context(error: Exception) -> list[str]:
-    context = getattr(error, "ctx", None)
-    name = getattr(context, "info_name", None)
-    return [f"{name} "] if name and name != "k31" else []
+def _context(error: Exception) -> str:
+    """The commands that an error is of, as they are written behind k31."""
+    path = str(getattr(getattr(error, "ctx", None), "command_path", ""))
+    return "".join(f"{name} " for name in path.split()[1:])

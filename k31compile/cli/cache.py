@@ -14,12 +14,12 @@ from rich.markup import escape
 from k31compile.cli import console
 from k31compile.cli.cache_bundle import export_bundle, import_bundle
 from k31compile.cli.cache_warm import warm
+from k31compile.cli.cache_why import why
 from k31compile.cli.readable import age_text, size_text
 from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
     from k31compile.cache.entry_store import EntryStore, ListedEntry
-    from k31compile.cache.nearest import Nearest
     from k31compile.cache.removal import Removed
 
 cache = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Look after the cache of compiled graphs.")
@@ -28,9 +28,9 @@ SHORT = 12
 """So many digits of a key are shown; any that only one entry begins with name it."""
 
 _Folder = Annotated[str, typer.Option("--cache", metavar="PATH", help="Another cache than this user's own.")]
-_Key = Annotated[str, typer.Argument(metavar="KEY", help="The first digits of an entry's key.")]
 
 cache.command()(warm)
+cache.command()(why)
 cache.command("export")(export_bundle)
 cache.command("import")(import_bundle)
 
@@ -63,36 +63,9 @@ def stat(folder: _Folder = "") -> None:
         "max_bytes": store.limits.bytes,
         "files_per_entry": store.limits.files_per_entry,
         "signed_with": "K31_CACHE_KEY" if has_shared_key() else "this user's key",
+        "learned": {} if folder else _learned(),
     }
     console.emit(data, lambda out: _render_stat(data, out))
-
-
-@cache.command()
-def why(
-    key: _Key,
-    other: Annotated[str, typer.Argument(metavar="[OTHER]", help="Another entry; else the nearest one.")] = "",
-    folder: _Folder = "",
-) -> None:
-    """Show in which ingredients two entries differ."""
-    from k31compile.cache.nearest import Nearest, difference
-
-    store = open_cache(folder)
-    here = _believed(store, _named(store, key))
-    if other:
-        there = _believed(store, _named(store, other))
-        nearest: Nearest | None = Nearest(
-            there.key, there.kind, difference(there.ingredients or {}, here.ingredients or {})
-        )
-    else:
-        nearest = store.nearest(here.ingredients or {}, without=here.key)
-    data = {
-        "key": here.key,
-        "nearest": nearest.key if nearest else None,
-        "differing": {name: {"there": pair[0], "here": pair[1]} for name, pair in nearest.differing.items()}
-        if nearest
-        else {},
-    }
-    console.emit(data, lambda out: _render_why(here, nearest, out))
 
 
 @cache.command()
@@ -102,7 +75,7 @@ def verify(
 ) -> int:
     """Check owner, mode, signature and every byte, and change nothing; ends with 1 when an entry is broken."""
     store = open_cache(folder)
-    found = store.verify([_named(store, key) for key in keys] if keys else None)
+    found = store.verify([whole_key(store, key) for key in keys] if keys else None)
     broken = {key: fault for key, fault in found.items() if fault}
     data = {"cache": str(store.root), "checked": len(found), "broken": broken}
     console.emit(data, lambda out: _render_verified(len(found), broken, out))
@@ -128,11 +101,25 @@ def gc(
 
 
 @cache.command()
-def clear(folder: _Folder = "") -> None:
-    """Remove all entries; files that are no part of one stay, and links are not followed."""
+def clear(
+    learned: Annotated[
+        bool, typer.Option("--learned", help="Also what was confirmed of functions and regions: it is found out anew.")
+    ] = False,
+    folder: _Folder = "",
+) -> None:
+    """Remove all entries; files that are no part of one stay, and links are not followed.
+
+    What was confirmed of functions and regions stays too, and is named, unless --learned says otherwise.
+    """
+    if learned and folder:
+        raise UsageError("--learned is of this user's own cache, and --cache names another", hint="leave one out")
     store = open_cache(folder)
     removed = store.clear()
-    console.emit(_removal(store, removed), lambda out: _render_removed(store, removed, out))
+    before = {} if folder else _learned()
+    if learned:
+        _forget(removed)
+    data = _removal(store, removed) | {"learned": {} if folder else _learned()}
+    console.emit(data, lambda out: _render_cleared(store, removed, before, data["learned"], out))
 
 
 @cache.command()
@@ -149,7 +136,7 @@ def push(
     store = TieredStore(local.root, Remote(url), local.limits)
     if not keys:
         keep_kernels(local)
-    wanted = [_named(local, key) for key in keys] if keys else local.places.entry_keys()
+    wanted = [whole_key(local, key) for key in keys] if keys else local.places.entry_keys()
     given: list[str] = []
     left: list[str] = []
     with console.progress("push", len(wanted)) as advance:
@@ -170,7 +157,8 @@ def open_cache(folder: str) -> EntryStore:
     return open_store(folder or True)
 
 
-def _named(store: EntryStore, digits: str) -> str:
+def whole_key(store: EntryStore, digits: str) -> str:
+    """The key of the entry that begins with these digits; UsageError where none or several do."""
     keys = store.places.entry_keys()
     found = [key for key in keys if key.startswith(digits.lower())]
     if digits and len(found) == 1:
@@ -181,12 +169,35 @@ def _named(store: EntryStore, digits: str) -> str:
     raise UsageError(f"{len(found)} entries' keys begin with {digits!r}", hint=f"give more digits: {listed}")
 
 
-def _believed(store: EntryStore, key: str) -> ListedEntry:
+def believed(store: EntryStore, key: str) -> ListedEntry:
+    """An entry as a list shows it; UsageError where its manifest is not believed."""
     row = next((row for row in store.listed() if row.key == key), None)
     if row is None or row.fault:
         fault = row.fault if row else "it is gone"
         raise UsageError(f"the entry {key[:SHORT]} cannot be compared: {fault}", hint="")
     return row
+
+
+def _learned() -> dict[str, dict[str, int]]:
+    """How many files and bytes of what was confirmed lie beside the entries, by folder of this user's cache."""
+    from k31compile.signed_file import FILE_NAMES, kept_files
+
+    sizes = {name: [path.lstat().st_size for path in kept_files(name)] for name in FILE_NAMES}
+    return {name: {"files": len(each), "bytes": sum(each)} for name, each in sizes.items()}
+
+
+def _forget(removed: Removed) -> None:
+    from k31compile.signed_file import FILE_NAMES, kept_files
+
+    for path in (path for name in FILE_NAMES for path in kept_files(name)):
+        try:
+            path.unlink()
+        except OSError as error:
+            removed.kept[str(path)] = error.strerror or str(error)
+
+
+def _learned_text(learned: dict[str, dict[str, int]]) -> str:
+    return ", ".join(f"{each['files']} {name} ({size_text(each['bytes'])})" for name, each in learned.items())
 
 
 def _row(row: ListedEntry) -> dict[str, Any]:
@@ -225,25 +236,29 @@ def _render_stat(data: dict[str, Any], out: Console) -> None:
         ("size", f"{size_text(data['bytes'])} of at most {size_text(data['max_bytes'])} in {data['files']} files"),
         ("set aside", f"{data['set_aside']} broken or refused, removed by gc"),
         ("signed with", data["signed_with"]),
+        *([("learned", f"{_learned_text(data['learned'])}, kept beside the entries")] if data["learned"] else []),
     ):
         out.print(f"{name:<12} {text}", markup=False, highlight=False)
-
-
-def _render_why(here: ListedEntry, nearest: Nearest | None, out: Console) -> None:
-    if nearest is None:
-        out.print(f"{here.key[:SHORT]} is the only entry", highlight=False)
-        return
-    out.print(f"{here.key[:SHORT]} and {nearest.key[:SHORT]} differ in {len(nearest.differing)}:", highlight=False)
-    table = console.table("ingredient", here.key[:SHORT], nearest.key[:SHORT])
-    for name, (there, ours) in nearest.differing.items():
-        table.add_row(escape(name), escape(ours) or "-", escape(there) or "-")
-    out.print(table)
 
 
 def _render_verified(count: int, broken: dict[str, str], out: Console) -> None:
     for key, fault in broken.items():
         out.print(f"{key[:SHORT]}: {fault}", markup=False, highlight=False)
     out.print(f"{count} entries checked, {len(broken)} broken", highlight=False)
+
+
+def _render_cleared(
+    store: EntryStore,
+    removed: Removed,
+    before: dict[str, dict[str, int]],
+    after: dict[str, dict[str, int]],
+    out: Console,
+) -> None:
+    _render_removed(store, removed, out)
+    if before != after:
+        out.print(f"learned: removed {_learned_text(before)}", highlight=False)
+    if any(each["files"] for each in after.values()):
+        out.print(f"learned: {_learned_text(after)} stay; --learned removes them", highlight=False)
 
 
 def _render_removed(store: EntryStore, removed: Removed, out: Console) -> None:

@@ -33,7 +33,7 @@ def warm(
     from k31compile.cli.warm_run import run_plan
 
     plan = read_plan(file, workers)
-    with _progress("check" if check else "warm") as (say, beat):
+    with progress("check" if check else "warm") as (say, beat):
         warmed = run_plan(plan, check, say, beat)
     data = {"file": str(file), "check": check, **warmed.to_dict()}
     console.emit(data, lambda out: _render(warmed, out))
@@ -45,7 +45,7 @@ def warm(
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+def progress(title: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
     """Two functions: one for a line that is always shown, one for what goes on, shown after a silence."""
     out = console.errors()
     last = time.monotonic()

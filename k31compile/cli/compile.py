@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from k31compile.cli import ahead, console, target
+from k31compile.cli.require_warm import require_warm_target
+from k31compile.cli.warm_file import WarmSpec
 from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,8 +27,9 @@ _MADE = {"ge": "GE operators", "npugraph_ex": "calls in the code that is capture
 def compile(
     target_name: Annotated[str, typer.Argument(metavar="TARGET", help=target.HELP)],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="F.k31", help="The artefact; with --offline a folder for texts.")
-    ],
+        Path | None,
+        typer.Option("-o", "--output", metavar="F.k31", help="The artefact; with --offline a folder for texts."),
+    ] = None,
     product: Annotated[str, typer.Option("--target", help="cpu, ascend-a3 or ascend-950.")] = "",
     offline: Annotated[bool, typer.Option("--offline", help="Convert, and stop before a device is needed.")] = False,
     mode: Annotated[str, typer.Option(help="With --offline what is made: ge or npugraph_ex.")] = "ge",
@@ -42,12 +45,25 @@ def compile(
         Path | None, typer.Option(metavar="FILE_OR_DIR", help="Safetensors to refer to; else written beside F.k31.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="How many threads F.k31 is for; default: as torch has.")] = None,
+    require_warm: Annotated[
+        bool, typer.Option("--require-warm", help="Compile nothing: end with 1 where the cache lacks a graph, and why.")
+    ] = False,
 ) -> None:
     """Compile every entry of a target ahead of its use, into one file that starts without a compiler.
 
     For an Ascend product that needs neither CANN nor an NPU: a GE graph, or with --mode npugraph_ex the code that a
     device would capture. With --offline the graphs are written as texts into a folder instead.
+
+    With --require-warm, and then without -o, every graph has to be in the cache that torch.compile looks in.
     """
+    if require_warm:
+        if output is not None or offline or weights is not None:
+            hint = "leave out what it makes: -o, --offline, --weights"
+            raise UsageError("--require-warm makes nothing, it looks into the cache", hint=hint)
+        require_warm_target(WarmSpec(target_name, product, dtype=dtype, layers=layers), entry, threads)
+        return
+    if output is None:
+        raise UsageError("nothing says where to", hint="give -o F.k31, or --require-warm to ask the cache only")
     how = (mode, streams, super_kernel, may_round)
     if not offline or output.suffix == ".k31":
         chosen = ahead.Chosen(dtype, layers, entry, weights, threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -50,10 +51,10 @@ def debug_wanted() -> bool:
 
 
 def output() -> Console:
-    """Return the console of results: standard output."""
+    """Return the console of results: standard output; `:one:` in it is part of a name, and no picture."""
     if sys.stdout.isatty():
-        return Console()
-    return Console(soft_wrap=True, width=int(os.environ.get("COLUMNS", "0")) or _PLAIN_WIDTH)
+        return Console(emoji=False)
+    return Console(emoji=False, soft_wrap=True, width=int(os.environ.get("COLUMNS", "0")) or _PLAIN_WIDTH)
 
 
 def table(*heads: str) -> Table:
@@ -66,7 +67,7 @@ def table(*heads: str) -> Table:
 
 def errors() -> Console:
     """Return the console of errors and progress: standard error."""
-    return Console(stderr=True, soft_wrap=True, highlight=False)
+    return Console(stderr=True, emoji=False, soft_wrap=True, highlight=False)
 
 
 def emit(data: Mapping[str, Any], render: Callable[[Console], None]) -> None:
@@ -102,6 +103,13 @@ def in_one_line(error: Exception) -> str:
     """The kind of an error and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def write_anything() -> None:
+    """Let every text be printed: what a terminal's or a pipe's encoding does not have stands as its escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_output() -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from k31compile.cli import console
+from k31compile.cli.require_warm import nothing_compiled
 from k31compile.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ def run(
     weights: Annotated[
         Path | None, typer.Option(metavar="FILE_OR_DIR", help="Where its safetensors are, if not where they were.")
     ] = None,
+    require_warm: Annotated[
+        bool, typer.Option("--require-warm", help="Let every compile be an error; F.k31 itself needs none.")
+    ] = False,
 ) -> None:
     """Load an artefact, call each entry with its example inputs, and tell times and results.
 
@@ -39,16 +43,18 @@ def run(
     imported = time.perf_counter()
     from k31compile.cache.artefact.load import load
 
-    artefact = load(file, weights)
-    ready = time.perf_counter() - imported
-    if entry is not None:
-        artefact.program(entry)
-    names = [entry] if entry is not None else artefact.entries
+    with nothing_compiled(require_warm):
+        artefact = load(file, weights)
+        ready = time.perf_counter() - imported
+        if entry is not None:
+            artefact.program(entry)
+        names = [entry] if entry is not None else artefact.entries
+        results = {name: _run(artefact, name, repeat) for name in names}
     data = {
         "file": str(file),
         "import_torch_seconds": round(imported - begin, 4),
         "ready_seconds": round(ready, 4),
-        "entries": {name: _run(artefact, name, repeat) for name in names},
+        "entries": results,
     }
     console.emit(data, lambda out: _render(data, out))
 

@@ -74,9 +74,9 @@ def read_plan(path: Path, workers: int | None = None) -> WarmPlan:
     return _Reader(str(path)).plan(data, path.resolve().parent, workers)
 
 
-def plain_plan(targets: Iterable[str]) -> WarmPlan:
-    """A plan for TARGETs as they are, looked for from here."""
-    return WarmPlan(Path.cwd(), tuple(WarmSpec(target) for target in targets), 1)
+def plain_plan(targets: Iterable[str], options: Mapping[str, Any] | None = None) -> WarmPlan:
+    """A plan for TARGETs as they are, looked for from here, with these options of the compiler."""
+    return WarmPlan(Path.cwd(), tuple(WarmSpec(target, options=dict(options or {})) for target in targets), 1)
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ class _Pool:
                 case "listed":
                     return list(told["entries"])
                 case "failed":
-                    raise _error_of(told["error"])
+                    raise error_of(told["error"])
 
     def work(self, jobs: Iterable[Job]) -> None:
         """Do all jobs and return when the last one is done."""
@@ -336,7 +336,7 @@ def describe(job: Job, told: dict[str, Any]) -> str:
             return f"cold: {told['why']}"
         case "not kept":
             return f"compiled in {seconds} and not kept: {told['why']}"
-    return f"failed: {_error_of(job.error or {})}"
+    return f"failed: {error_of(job.error or {})}"
 
 
 def phases_text(phases: dict[str, float]) -> str:
@@ -344,7 +344,8 @@ def phases_text(phases: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= 0.05)
 
 
-def _error_of(told: dict[str, str]) -> K31Error:
+def error_of(told: dict[str, str]) -> K31Error:
+    """The error that another process told of."""
     error = K31Error(told.get("what", "unknown"), told.get("where", ""), told.get("hint", ""))
     from k31compile.errors import all_errors
 

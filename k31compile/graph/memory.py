@@ -19,6 +19,7 @@ from k31compile.errors import StoreError
 from k31compile.graph.describe import Described
 from k31compile.graph.surroundings import situation, surroundings
 from k31compile.signed_file import (
+    FILE_NAMES,
     keep_newest,
     private_folder,
     read_signed,
@@ -35,7 +36,7 @@ MOST_FILES, MOST_FILE_BYTES, MOST_READINGS = 2048, 64 << 20, 256
 _MOST_IN_PROCESS = 8192
 _FORMAT = 1
 _SOURCES = ("graph", "kernels", "passes/fusion", "passes/recognise")
-_NAME = re.compile(rf"{FOLDER}/([0-9a-f]{{40}})\.signed")
+_NAME = re.compile(f"{FOLDER}/{FILE_NAMES[FOLDER]}")
 
 
 @dataclass(frozen=True)

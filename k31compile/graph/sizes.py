@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 # Symbols, and plain sizes to be shrunk, each with the number to use in a confirmation.
 Substitution = Mapping[sympy.Symbol | int, int]
@@ -61,6 +62,22 @@ def input_values(module: fx.GraphModule, example_inputs: Sequence[Any]) -> list[
     nodes = module.graph.find_nodes(op="placeholder")
     known = (node.meta.get("val", node.meta.get("example_value")) for node in nodes)
     return [example if value is None else value for value, example in zip(known, example_inputs, strict=True)]
+
+
+def number_inputs(module: fx.GraphModule) -> list[torch.SymFloat]:
+    """The floating-point numbers that a graph of Dynamo's was not traced for alone, each once.
+
+    They come as tensors, their values as what a node reads from one. A trace makes each the number that it is.
+    """
+    found: dict[sympy.Expr, torch.SymFloat] = {}
+    for child in module.modules():
+        for node in child.graph.nodes if isinstance(child, fx.GraphModule) else ():
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.SymFloat):
+                expression = sympy.sympify(value.node.expr)
+                if any(symbol_is_type(symbol, SymT.FLOAT) for symbol in expression.free_symbols):
+                    found.setdefault(expression, value)
+    return list(found.values())
 
 
 def is_tensor(node: fx.Node) -> bool:

@@ -36,10 +36,22 @@ def register_operator(
     # pt2_compliant: fake and real agree (the suite runs opcheck on each operator).
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"k31::{name}", fake, lib=LIBRARY)
-    LIBRARY.impl(name, operator.run, "CPU")
-    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    # One kernel for all devices: that of the CPU comes from the built library, once it is loaded, and passes on to
+    # this one what it does not serve (cpu/torch_calls.cpp).
+    LIBRARY.impl(name, _by_device(operator), "CompositeExplicitAutograd")
     OPERATORS[name] = operator
     return operator
+
+
+def _by_device(operator: Operator) -> Callable[..., Any]:
+    """The operator's kernel for all devices: its providers on the CPU, its reference elsewhere."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if isinstance(args[0], list) else args[:1]
+        on_cpu = all(tensor.is_cpu for tensor in first)
+        return (operator.run if on_cpu else operator.reference)(*args, **kwargs)
+
+    return run
 
 
 def reference_provider(reference: Callable[..., Any]) -> Provider:

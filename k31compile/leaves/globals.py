@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from k31compile.graph.library_names import LIBRARY_KINDS, name_in_library
 from k31compile.leaves.bytecode import Unfit
 
 TRUSTED = ("torch", "math", "einops")
@@ -54,10 +55,6 @@ _BUILTINS = frozenset(
 )
 _PLAIN = (int, float, complex, bool, str, bytes, types.NoneType, types.EllipsisType)
 _TORCH_PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-# No instance of a library's class: a module or a partial function holds what may change.
-_LIBRARY_KINDS = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,8 @@ def _judged(value: Any, path: tuple[str, ...], rest: list[str], where: str) -> F
     if isinstance(value, types.ModuleType):
         name = f"{value.__name__}.{'.'.join(rest)} {_version(value.__name__)}"
         return Found("library", path, value, name, _is_opaque(value, rest))
-    if isinstance(value, _LIBRARY_KINDS) and is_trusted(_home(value)):
-        name = f"{_home(value)}.{value.__qualname__} {_version(_home(value))}"
-        return Found("library", path, value, name, _is_opaque(value, rest))
+    if known := name_in_library(value, TRUSTED):
+        return Found("library", path, value, f"{known} {_version(known)}", _is_opaque(value, rest))
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return Found("library", path, value, str(value), _is_opaque(value, ()))
     if is_constant(value):
@@ -136,14 +132,15 @@ def _is_opaque(value: Any, rest: Iterable[str]) -> bool:
         return value._qualified_op_name.partition("::")[0] not in _OWN_OPERATORS
     if isinstance(value, torch._ops._OpNamespace):
         return value.name not in _OWN_OPERATORS
-    return isinstance(value, torch._ops._Ops) or (isinstance(value, _LIBRARY_KINDS) and not is_trusted(_home(value)))
+    is_anybodys = isinstance(value, LIBRARY_KINDS) and not name_in_library(value, TRUSTED)
+    return is_anybodys or isinstance(value, torch._ops._Ops)
 
 
 def is_added_method(name: str) -> bool:
     """Whether a method or property of this name was put into torch's tensors by somebody else."""
     found = inspect.getattr_static(torch.Tensor, name, None)
     found = found.fget if isinstance(found, property) else found
-    return isinstance(found, types.FunctionType) and not is_trusted(found.__module__ or "")
+    return isinstance(found, types.FunctionType) and not is_trusted(str(found.__globals__.get("__name__", "")))
 
 
 def place_of(function: types.FunctionType) -> str:
@@ -157,12 +154,6 @@ def line_of(function: Any) -> str:
     if code is None:
         return ""
     return f"{'/'.join(code.co_filename.replace(chr(92), '/').split('/')[-2:])}:{code.co_firstlineno}"
-
-
-def _home(value: Any) -> str:
-    """The module of a function or class; many of torch's builtins name only the class that they are bound to."""
-    bound_to = getattr(value, "__self__", None)
-    return str(value.__module__ or getattr(bound_to, "__module__", None) or getattr(bound_to, "__name__", ""))
 
 
 def is_trusted(module: str) -> bool:

@@ -21,6 +21,7 @@ from k31compile.graph.surroundings import situation, surroundings
 from k31compile.leaves.form import Form
 from k31compile.leaves.source import Source
 from k31compile.signed_file import (
+    FILE_NAMES,
     keep_newest,
     private_folder,
     read_signed,
@@ -36,7 +37,7 @@ FOLDER = "functions"
 _MOST_FILES, _MOST_BYTES = 512, 16 << 20
 _FORMAT = 2
 _SOURCES = ("graph", "kernels", "leaves", "passes/recognise")
-_NAME = re.compile(rf"{FOLDER}/([^/.\x00]{{1,200}})-([0-9a-f]{{40}})\.signed")
+_NAME = re.compile(f"{FOLDER}/{FILE_NAMES[FOLDER]}")
 
 
 @dataclass

@@ -170,3 +170,9 @@ def test_entries_and_reports_are_told(many):
     assert "seconds" not in str(many.report("many"))
     with pytest.raises(CallRefusedError, match="there is no entry 'few'; entries: many, many"):
         many.report("few")
+
+
+def test_a_transform_is_refused(many):
+    x, weights = many_arguments(5)
+    with pytest.raises(CallRefusedError, match=r"the call is inside of a transform of torch\.func"):
+        torch.func.vmap(lambda one: many(one, weights))(torch.stack([x, x]))

@@ -77,9 +77,9 @@ def test_a_write_along_a_dimension_of_a_cache_is_one_scatter_in_place(dim):
 
 
 def test_none_of_ours_is_converted_without_us():
-    assert [
-        str(operator) for operator in OURS if has_converter(operator) and operator is not ATEN.softplus.default
-    ] == []
+    # The converter of one is for a threshold of 20, that of the other stops at a limit that is not given.
+    known = (ATEN.softplus.default, ATEN.nan_to_num.default)
+    assert [str(operator) for operator in OURS if has_converter(operator) and operator not in known] == []
 
 
 def test_all_that_cannot_be_converted_is_named_at_once():

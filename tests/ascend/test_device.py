@@ -112,3 +112,40 @@ def test_another_product_and_other_places_are_refused(monkeypatch):
         device._check_device(profile_of("ascend-a3"), ())
     with pytest.raises(TargetError, match=r"shape \[2\] is on cpu, and the target is ascend-950"):
         device._check_device(profile_of("ascend-950"), (torch.zeros(2),))
+
+
+class Keeping(nn.Module):
+    """A cache of rows: it gives back what it holds, part of it, turned, and as it is now."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(5, 8))
+
+    def forward(self, row, place):
+        self.cache[place] = row
+        return self.cache[1:4], self.cache.mT, self.cache, self.cache.clone(), self.cache.reshape(40), row.view(-1) * 1
+
+
+def test_a_returned_part_of_a_cache_is_that_part_and_no_copy(npu):
+    """In GE a view is a copy: who keeps one would not see the next write, and his own would be lost."""
+    ours, theirs = Keeping(), Keeping()
+    call, kept = compiled(ours), []
+    with torch.no_grad():
+        for step in range(3):
+            given = torch.randn(1, 8), torch.tensor([step])
+            kept.append((call(*given), theirs(*given)))
+            for got, expected in kept:
+                torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        for got, expected in kept[:1]:
+            got[0].fill_(7.0)
+            expected[0].fill_(7.0)
+            assert got[2] is ours.cache
+        torch.testing.assert_close(ours.cache, theirs.cache, rtol=0, atol=0)
+        torch.testing.assert_close(call(*given), theirs(*given), rtol=0, atol=0)
+
+
+def test_a_graph_that_returns_no_view_is_torchairs_call(npu):
+    from k31compile.targets.ascend.returned_views import give_views
+
+    call = Layer().forward
+    assert give_views(call, []) is call

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulated import Emulated
 
 from k31compile.backend import captured_graph
-from k31compile.errors import TargetError
 from k31compile.targets.ascend.issue import issue_in_order
 from k31compile.targets.ascend.offline.session import open_session
 from k31compile.targets.ascend.prepare import prepare
@@ -150,13 +149,49 @@ def test_a_write_through_a_transposed_cache_lands_where_eager_puts_it(blocks):
     judge(write_transposed, torch.randn(blocks, 4, 8), torch.tensor([1, 2]), torch.randn(2, blocks, 8))
 
 
-def test_a_mask_of_bytes_is_no_list_of_places():
-    def write(cache, mask, row):
-        cache[mask] = row
-        return cache + 1
+def by_mask(cache, mask, row):
+    cache[mask] = row
+    first = cache.sum(0)
+    cache[~mask] = 1.0
+    return cache + 1, first
 
-    with pytest.raises(TargetError, match=r"no converter for aten\.index_put_"):
-        judge(write, torch.randn(4, 8), torch.tensor([1, 0, 1, 0], dtype=torch.uint8), torch.randn(8))
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.parametrize("rows", [(), (1,), (2,)])
+def test_a_mask_names_rows_and_bytes_are_a_mask(rows, dtype):
+    if dtype == torch.uint8:
+
+        def function(cache, mask, row):
+            cache[mask] = row
+            return cache + 1
+
+    else:
+        function = by_mask
+    judge(function, torch.randn(4, 8), torch.tensor([1, 0, 1, 0]).to(dtype), torch.randn(*rows, 8))
+
+
+def sums(cache, places, rows):
+    cache.index_put_((places,), rows, accumulate=True)
+    first = cache.sum()
+    cache[1].index_add_(0, places % 4, rows[:, 0])
+    return first, cache * 2
+
+
+def apart(cache, places, rows):
+    cache[places, :, places + 1] = rows[:, :, 0]
+    return cache.sum(0)
+
+
+def on_the_diagonal(cache, places, rows):
+    cache.diagonal(0, 1, 2).copy_(rows[0, :3, :4].sum(0))
+    cache.index_fill_(2, places, 7.0)
+    return cache.sum(0)
+
+
+@pytest.mark.parametrize("function", [sums, apart, on_the_diagonal])
+def test_a_write_that_is_no_list_of_rows_lands_where_eager_puts_it(function):
+    places = torch.tensor([2, -4, 2]) if function is sums else torch.tensor([2, 0, 1])
+    judge(function, torch.randn(4, 4, 6), places, torch.randn(3, 4, 6))
 
 
 @pytest.mark.parametrize("descending", [False, True])

@@ -188,3 +188,37 @@ def test_stand_ins_for_cann_are_kept_by_version(changed, monkeypatch, tmp_path):
     monkeypatch.setattr(stubs.importlib.metadata, "version", lambda _: changed)
     assert (stubs.built_stubs() == first) == (changed == "2.13.0")
     assert len(built) == (1 if changed == "2.13.0" else 2)
+
+
+def scaled(x, factor):
+    return x * factor + 1
+
+
+@pytest.mark.slow
+def test_a_number_that_arrives_as_a_symbol_is_never_taken_for_another(tmp_path):
+    """Dynamo hands on a float that changes as a tensor, and a trace makes it the number that it is at that call."""
+    x, hits = torch.arange(3.0), []
+    for factors in ((1.5,), (1.5, 2.5)):
+        torch._dynamo.reset()
+        compiled = torch.compile(scaled, backend="k31", dynamic=True, options={"cache": tmp_path})
+        for factor in factors:
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x, factor), scaled(x, factor))
+            hits.append(k31compile.last_report().cache["hit"])
+    assert hits == [False, True, False]
+
+
+def added_at(x, rows):
+    x.index_add_(0, torch.tensor([0, 2]), rows)
+    return x + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+@pytest.mark.slow
+def test_a_graph_with_constant_indices_is_kept(tmp_path):
+    """AOTInductor would not have a real tensor beside the inputs, which are none, in one operator."""
+    for is_kept in (False, True):
+        x, other, rows = torch.ones(3, 4), torch.ones(3, 4), torch.arange(8.0).view(2, 4)
+        result, _, hit = run(tmp_path, added_at, (x, rows))
+        torch.testing.assert_close(result, added_at(other, rows))
+        assert torch.equal(x, other)
+        assert hit is is_kept

@@ -89,7 +89,9 @@ def test_bf16_is_no_further_from_float32_than_eager_bf16(attention: str, eager: 
     assert (ours - exact).abs().mean() <= 3e-2 * exact.abs().mean()
 
 
-@pytest.mark.parametrize(("attention", "cache"), [("eager", "static"), ("sdpa", "dynamic")])
+@pytest.mark.parametrize(
+    ("attention", "cache"), [pytest.param("eager", "static", marks=pytest.mark.slow), ("sdpa", "dynamic")]
+)
 def test_prefill_and_decode_with_a_cache(attention: str, cache: str, eager: Any, fused: Any) -> None:
     model, ids = tiny(attention), prompt(70)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from key_cases import differing, draw, key_of
 from torch import Tensor, fx, nn
 
 from k31compile.cache import surroundings
@@ -18,27 +19,6 @@ from k31compile.cache.key import Key, make_key
 from k31compile.errors import KeyingError
 from k31compile.keeping import _digest
 from k31compile.options import Options
-
-
-def key_of(program: Callable[..., Any], *args: Any, dynamic: bool = False, **options: Any) -> Key:
-    """The key of the one graph of a call."""
-    found: list[Key] = []
-
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(make_key(module, inputs, Options(**options), "cpu", _digest))
-        return module.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(program, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
-    (key,) = found
-    return key
-
-
-def differing(one: Key, other: Key) -> set[str]:
-    assert (one.digest == other.digest) == (one.ingredients == other.ingredients)
-    return {name for name in one.ingredients if one.ingredients[name] != other.ingredients[name]}
-
 
 SCALE = 2.0
 
@@ -49,10 +29,6 @@ def helper(x: Tensor) -> Tensor:
 
 def program(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     return (helper(x) @ weight).softmax(-1) + y
-
-
-def draw(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

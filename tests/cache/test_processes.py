@@ -93,6 +93,7 @@ def test_another_checkpoint_and_other_inputs_are_a_hit_with_their_own_results(fo
     assert not other["built"]
 
 
+@pytest.mark.slow
 def test_weights_changed_in_place_are_seen(tmp_path: Path) -> None:
     torch.manual_seed(0)
     embed, experts = nn.Embedding(16, 8), nn.Parameter(torch.randn(6, 8, 8))
@@ -132,6 +133,7 @@ class Halved(nn.Module):
         return weight * 0.5
 
 
+@pytest.mark.slow
 def test_a_wrapped_layer_is_another_graph(tmp_path: Path) -> None:
     """Row D3: an adapter or a parametrization around one Linear is a miss with the right result."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))

@@ -174,6 +174,16 @@ def test_it_starts_without_torch(filled, process, monkeypatch):
     assert Path(json.loads(done.stdout)["cache"]) == filled.root
 
 
+def test_a_name_that_the_output_cannot_spell_is_escaped(filled, process, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    folder = tmp_path / "é"
+    filled.root.rename(folder)
+    done = process("cache", "ls", "--cache", str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "3 entries" in done.stdout
+    assert "\\xe9" in done.stdout
+
+
 def test_sizes_and_ages_are_readable():
     assert [size_text(count) for count in (0, 999, 1000, 5 << 20, 250 << 20, 8 << 30)] == [
         "0 B",
@@ -191,3 +201,27 @@ def test_sizes_and_ages_are_readable():
         "2 h",
         "5 d",
     ]
+
+
+def test_what_was_learned_is_named_and_removed_only_when_asked(filled, k31, k31_json, tmp_path):
+    user = tmp_path / "user"
+    ours = {"regions": "ab" * 20 + ".signed", "functions": f"norm-{'cd' * 20}.signed"}
+    for folder, name in ours.items():
+        (user / folder).mkdir(mode=0o700)
+        for each in (name, "notes.signed", f".{name}"):
+            (user / folder / each).write_bytes(b"x" * 10)
+    (user / "regions" / ("ef" * 20 + ".signed")).symlink_to(user / "regions" / "notes.signed")
+    one = {"files": 1, "bytes": 10}
+    assert k31_json("cache", "stat")[1]["learned"] == {"functions": one, "regions": one}
+    assert k31_json("cache", "stat", "--cache", str(filled.root))[1]["learned"] == {}
+    assert "learned      1 functions (10 B), 1 regions (10 B), kept beside the entries" in k31("cache", "stat")[1]
+    out = k31("cache", "clear")[1]
+    assert "3 entries removed" in out
+    assert "learned: 1 functions (10 B), 1 regions (10 B) stay; --learned removes them" in out
+    code, _, err = k31("cache", "clear", "--learned", "--cache", str(filled.root))
+    assert (code, "--learned is of this user's own cache" in err) == (2, True)
+    out = k31("cache", "clear", "--learned")[1]
+    assert "learned: removed 1 functions (10 B), 1 regions (10 B)\n" in out
+    assert k31_json("cache", "stat")[1]["learned"]["regions"] == {"files": 0, "bytes": 0}
+    left = sorted(path.name for folder in ours for path in (user / folder).iterdir())
+    assert left == sorted(["notes.signed"] * 2 + [f".{name}" for name in ours.values()] + ["ef" * 20 + ".signed"])

@@ -15,7 +15,7 @@ Process = Callable[..., CompletedProcess[str]]
 LIMITED = "torch._dynamo hit config.recompile_limit (8)"
 
 
-@pytest.mark.parametrize("command", ["explain", "check"])
+@pytest.mark.parametrize("command", [pytest.param("explain", marks=pytest.mark.slow), "check"])
 def test_the_users_own_error_is_one_line_with_its_place(command: str, small: str, process: Process) -> None:
     done = process(command, f"{small}:ill_called")
     assert (done.returncode, done.stdout) == (1, "")
@@ -26,6 +26,7 @@ def test_the_users_own_error_is_one_line_with_its_place(command: str, small: str
     assert line.endswith("repair the model or the arguments of its Entry; --debug shows the traceback")
 
 
+@pytest.mark.slow
 def test_a_traceback_of_it_only_with_debug(small: str, process: Process) -> None:
     done = process("explain", f"{small}:ill_called", "--debug")
     assert done.returncode == 1

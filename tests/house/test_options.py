@@ -69,7 +69,6 @@ def test_a_bad_value_names_field_value_and_what_is_allowed(given: dict[str, Any]
     [
         {"target": "cuda"},
         *({"streams": streams} for streams in (2, 3, 4)),
-        *({"guards": guards} for guards in ("modules", "none")),
         *({"fuse": [name]} for name in PLANNED_FUSIONS),
         {"quant": "layered"},
     ],

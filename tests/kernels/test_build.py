@@ -79,6 +79,7 @@ def test_switched_off(tmp_path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_two_processes_at_once_both_succeed(tmp_path):
     racers = [start(tmp_path / "cache") for _ in range(2)]
     for racer in racers:

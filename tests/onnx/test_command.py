@@ -61,6 +61,7 @@ def test_without_the_libraries_the_remedy_is_named(capsys, tmp_path, monkeypatch
     assert 'an export to ONNX needs onnx, onnxscript, onnxruntime; run: pip install "k31compile[onnx]"' in errors
 
 
+@pytest.mark.slow
 def test_two_entries_are_two_files(capsys, tmp_path):
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name, reason="the extra `onnx` is not installed: pip install -e '.[onnx]'")

@@ -67,6 +67,7 @@ def test_bits_per_byte_of_text_it_never_saw(pico_folder: Path, sample: torch.Ten
     assert bits == pytest.approx(BITS_ON_THE_SAMPLE, abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_selection_matters(trained: K31ForCausalLM, sample: torch.Tensor) -> None:
     """What makes this checkpoint fit to test sparse attention: a wrong selection costs far more than the tolerance."""
     bits = {name: bits_per_byte(trained, sample, name) for name in ("indexer", "dense", "random", "last window")}

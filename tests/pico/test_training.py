@@ -42,6 +42,7 @@ def weights(state: RunState) -> dict[str, torch.Tensor]:
     return state.trainer.model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_twice_ends_as_one_that_was_not(tmp_path: Path, corpus: Corpus) -> None:
     whole = run(tmp_path / "whole.pt", corpus)
     for stop in (2, 7, None):

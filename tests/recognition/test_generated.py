@@ -24,7 +24,7 @@ from drawn_programs import hold_near_miss, hold_spelling
 DELTA = ("kda_recurrent", "kda_chunk", "gated_delta_recurrent", "gated_delta_chunk")
 # What is fused, how many are drawn and how many in the slow tests; the costly are drawn less.
 FORMS = {
-    generate: (DELTA, 40, 500),
+    generate: (DELTA, 16, 500),
     generate_chunks: (DELTA, 6, 120),
     generate_routers: ("all", 20, 500),
     generate_experts: ("all", 5, 120),

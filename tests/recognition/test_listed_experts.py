@@ -119,6 +119,7 @@ def test_large_experts_are_confirmed_at_smaller_sizes(body):
     assert sizes == [{"N": 7, "E": 20, "K": 3, "L": 20}]
 
 
+@pytest.mark.slow
 def test_more_experts_than_a_window_of_the_graph_holds():
     ran = measure(routed(looped), count=90, rows=3, routes=90)
     assert ran.fused == {OPERATOR: 1, "moe_gating_top_k": 1}, ran.reasons

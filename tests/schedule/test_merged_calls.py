@@ -16,7 +16,7 @@ def every(draw):
     return lambda task: draw.random() < 0.9
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_drawn_graphs_with_regions_give_what_they_give_eagerly(count):
     regions = 0
     for seed in range(count):

@@ -40,6 +40,7 @@ def test_interleavings_differ_and_a_seed_repeats_its_own():
     assert orders[7] == order_of(graph, schedule, 7)
 
 
+@pytest.mark.slow
 def test_a_missing_event_is_found_out():
     """Events that carry data; those that keep two products apart change no result, and the verifier sees them."""
     found = looked = 0

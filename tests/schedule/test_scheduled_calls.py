@@ -93,6 +93,7 @@ def test_no_thread_to_be_had_is_an_error_and_no_stream_waits_for_ever(monkeypatc
     assert torch.allclose(run(torch.zeros(64))[0], EXPECTED)
 
 
+@pytest.mark.slow
 def test_a_child_of_a_fork_has_streams_of_its_own():
     text = """
         import os, sys
@@ -203,6 +204,7 @@ def test_who_draws_random_numbers_draws_them_in_the_order_of_the_program():
         assert all(torch.equal(one, other) for one, other in zip(run(x), expected, strict=True))
 
 
+@pytest.mark.slow
 def test_a_super_kernel_draws_what_its_operators_draw():
     x = torch.ones(64)
     module = make_fx(lambda x: (torch.rand_like(x).sin(),), tracing_mode="fake")(x)

@@ -59,6 +59,7 @@ def test_streams_give_bit_for_bit_what_the_graph_gives(step):
         slow.close()
 
 
+@pytest.mark.slow
 def test_super_kernels_are_one_call_each(step):
     module, given, graph, schedule, _ = step
     names = {node.name for node in module.graph.nodes}

@@ -49,7 +49,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("codegen", ["ops", "inductor"])
+@pytest.mark.parametrize("codegen", ["ops", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_result_is_that_of_plain_weights(dtype, codegen):
     torch.manual_seed(0)
     model, x = Odd().to(dtype).eval(), torch.randn(2, 3, 33, dtype=dtype)
@@ -266,7 +266,7 @@ def test_a_copy_has_the_dtype_in_which_this_machine_multiplies():
     assert packed_dtype(torch.bfloat16) == (torch.bfloat16 if supported else torch.float32)
 
 
-@pytest.mark.parametrize("codegen", ["ops", "inductor"])
+@pytest.mark.parametrize("codegen", ["ops", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_under_autocast_nothing_is_packed_and_the_dtype_is_autocasts(codegen):
     model, x = nn.Linear(32, 32), torch.randn(4, 32)
     run = compiled(model, codegen)

@@ -24,6 +24,17 @@ def test_chains_that_are_equal_are_computed_once():
     assert shared(function, torch.randn(3, 4)) == 3
 
 
+@pytest.mark.parametrize("part", [lambda x: x.max(1)[0], lambda x: (x + 1).view(-1), lambda x: x.exp()[1]])
+def test_two_results_are_never_one_memory(part):
+    module = make_fx(lambda x: (part(x), part(x)))(torch.randn(3, 4))
+    share_equal_calls(module.graph)
+    module.recompile()
+    one, other = module(torch.randn(3, 4))
+    kept = other.clone()
+    one.add_(1)
+    assert torch.equal(other, kept)
+
+
 def test_constants_of_every_layer_are_made_once():
     def function(x):
         return (x + torch.arange(4)) * (x - torch.arange(4)) + torch.full((4,), 2.0) + torch.full((4,), 2.0)

@@ -61,6 +61,7 @@ def test_bars_stand_where_the_times_say(graph):
 
 @quick
 @given(graphs)
+@pytest.mark.slow
 def test_the_marked_tasks_are_a_chain_as_long_as_the_critical_path(graph):
     chain = critical_tasks(graph)
     edges = set(graph.edges())

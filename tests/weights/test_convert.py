@@ -301,6 +301,7 @@ def big_checkpoint(folder, shards, rows):
     return folder
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_repeated_it_gives_the_same_bytes(tmp_path):
     source = big_checkpoint(tmp_path / "source", 6, 1024)
     convert(source, tmp_path / "whole")
@@ -338,6 +339,7 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak is read from /proc")
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     small = big_checkpoint(tmp_path / "small", 1, 1024)
     big = big_checkpoint(tmp_path / "source", 2, 16384)

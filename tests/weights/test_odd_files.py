@@ -160,6 +160,7 @@ def test_a_model_that_cannot_be_filled_is_told_before_anything_is_copied(tmp_pat
     picks=st.lists(st.tuples(st.sampled_from(DTYPES), st.text(max_size=8)), min_size=4, max_size=4),
     seed=st.integers(0, 2**20),
 )
+@pytest.mark.slow
 def test_any_file_of_the_library_comes_back_byte_for_byte(tmp_path_factory, shapes, picks, seed):
     folder = tmp_path_factory.mktemp("drawn")
     generator = torch.Generator().manual_seed(seed)

@@ -20,6 +20,7 @@ Step = list[Any]
 """["attribute", name], ["index", number] or ["key", kind, text]."""
 
 _OPAQUE = (torch.nn.Module, types.ModuleType, types.GeneratorType, types.MethodType)
+_BUILTIN = (list, tuple, dict)
 _PLAIN_DATA = "tensors, plain values, tuples, lists, dicts and objects that hold these"
 
 
@@ -67,6 +68,7 @@ def _describe(value: Any, path: str, found: Described) -> Tree:
     if parts is None:
         raise Mismatch(path, f"is a {type(value).__name__}", _PLAIN_DATA)
     kind, steps = parts
+    _refuse_more(value, kind, path)
     tree: Tree = {kind: class_name(type(value)), "steps": [step for step, _ in steps]}
     tree["items"] = [_describe(part, path + told(step), found) for step, part in steps]
     return tree
@@ -98,6 +100,18 @@ def _attributes(value: Any) -> Iterator[str]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 yield name
+
+
+def _refuse_more(value: Any, kind: str, path: str) -> None:
+    """Raise Mismatch for a list, tuple or dict that has attributes beside its items, which a model can read."""
+    if type(value) in _BUILTIN or kind == "object":
+        return
+    for name in _attributes(value):
+        held = getattr(value, name)
+        # A dataclass that is a dict, as transformers' ModelOutput, has its items twice, and None not among them.
+        if kind == "sequence" or value.get(name) is not held:
+            found = f"is a {type(value).__name__} with the attribute {name} beside its items"
+            raise Mismatch(path, found, "items alone, or an object whose fields they are")
 
 
 def told(step: Step) -> str:
@@ -196,6 +210,7 @@ class _Container(_Node):
             if not is_class(cls, self.name):
                 raise Mismatch(self.path, f"is {_short(value)}", f"a {self.name.partition(':')[2]}")
             self._last = cls
+        _refuse_more(value, self.kind, self.path)
         seen[self.path] = value
         if self.kind == "sequence":
             parts = list(value)

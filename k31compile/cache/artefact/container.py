@@ -20,9 +20,11 @@ from k31compile import signatures
 from k31compile.errors import ArtefactError, StoreError
 from k31compile.store import atomic_file, check_private
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, SIGNATURE, PLACES = "manifest.json", "signature.json", "places.json"
+_MOST_SMALL = 64 << 20
 _DATE = (1980, 1, 1, 0, 0, 0)
+_OTHER_PLACE = "make room or give -o another folder"
 _NOT_SIGNED = "set K31_CACHE_KEY to the key that it was made with, or make it again here: k31 compile TARGET -o F.k31"
 
 
@@ -43,7 +45,7 @@ def write_artefact(
     """Write F.k31 under its name at once; the hashes of the files are added to the manifest.
 
     Raises:
-        StoreError: there is no key to sign with.
+        StoreError: there is no key to sign with, or the file cannot be written.
     """
     listed = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
     text = canonical({**manifest, "format": FORMAT, "files": listed})
@@ -53,11 +55,14 @@ def write_artefact(
         PLACES: canonical(places),
         **dict(sorted(files.items())),
     }
-    with atomic_file(path, mode=0o644) as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            info = zipfile.ZipInfo(name, _DATE)
-            info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o600 << 16
-            archive.writestr(info, data)
+    try:
+        with atomic_file(path, mode=0o644) as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in members.items():
+                info = zipfile.ZipInfo(name, _DATE)
+                info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o600 << 16
+                archive.writestr(info, data)
+    except OSError as error:
+        raise StoreError(f"it cannot be written: {error.strerror or error}", str(path), hint=_OTHER_PLACE) from error
 
 
 def canonical(data: Any) -> bytes:
@@ -86,18 +91,26 @@ def open_artefact(path: Path) -> Opened:
             names = archive.namelist()
             if len(set(names)) != len(names):
                 raise ArtefactError("it holds two files of one name", where)
-            text = archive.read(MANIFEST)
-            _check_signature(text, archive.read(SIGNATURE), where)
+            text = _small(archive, MANIFEST)
+            _check_signature(text, _small(archive, SIGNATURE), where)
             manifest = _manifest(text, where)
             files = _files(archive, manifest["files"], set(names), where)
-            places = _places(archive.read(PLACES))
-    except (zipfile.BadZipFile, KeyError, OSError, EOFError, ValueError, NotImplementedError) as error:
+            places = _places(_small(archive, PLACES))
+    except (zipfile.BadZipFile, KeyError, OSError, EOFError, ValueError, RuntimeError) as error:
         raise ArtefactError(f"it is cut off, damaged or no artefact: {error}", where) from error
     except Exception as error:
         if type(error).__module__ == "zlib":
             raise ArtefactError(f"it is damaged: {error}", where) from error
         raise
     return Opened(path, manifest, hashlib.sha256(text).hexdigest(), files, places)
+
+
+def _small(archive: zipfile.ZipFile, name: str) -> bytes:
+    """A member that nothing vouches for yet: what would unpack to more than anybody writes is not unpacked."""
+    size = archive.getinfo(name).file_size
+    if size > _MOST_SMALL:
+        raise ValueError(f"{name} in it has {size} bytes")
+    return archive.read(name)
 
 
 def _read_own(path: Path) -> bytes:

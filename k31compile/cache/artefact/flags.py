@@ -44,7 +44,9 @@ _REMEDIES = {
 
 
 def check_flags(promised: Mapping[str, Any]) -> None:
-    """Raise Mismatch unless the flags of this process are those of the compile."""
+    """Raise Mismatch unless the flags of this process are those of the compile, and a call is a plain one."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Mismatch("the call", "is inside of a transform of torch.func", "a call with tensors as they are")
     now = current_flags()
     if now == promised:
         return

@@ -14,6 +14,7 @@ import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.cache.artefact.container import Opened, open_artefact
 from k31compile.cache.artefact.example import example_tensors
 from k31compile.cache.artefact.flags import check_machine, kernels_digest, missing_operators
+from k31compile.cache.artefact.payloads import check_payload
 from k31compile.cache.artefact.program import Program
 from k31compile.cache.artefact.tensors import ALL_TENSORS_FIT, Mismatch
 from k31compile.cache.artefact.unpack import unpacked
@@ -37,6 +38,8 @@ class Artefact:
         where = str(opened.path)
         manifest = opened.manifest
         self.payloads: list[dict[str, Any]] = manifest["payloads"]
+        for payload in self.payloads:
+            check_payload(payload, where)
         if manifest["machine"] is not None:
             check_machine(manifest["machine"])
         if manifest["kernels"] != kernels_digest():
@@ -127,8 +130,8 @@ def load(path: str | os.PathLike[str], weights: str | os.PathLike[str] | None = 
     """Load an artefact; `weights` is where its safetensors files are, if not where they were or beside it.
 
     Raises:
-        ArtefactError: it is missing, damaged, not signed by a key of this user, made for another machine, torch or
-            other weights, or needs operators that are not registered.
+        ArtefactError: it is missing, damaged, not signed by a key of this user, made for another machine, torch,
+            torch_npu or other weights, or needs operators that are not registered.
         StoreError: it belongs to somebody else, or others can write it.
         NativeError: a library of it does not load here.
     """

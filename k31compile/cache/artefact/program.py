@@ -14,8 +14,9 @@ from k31compile.cache.artefact import conditions
 from k31compile.cache.artefact.arguments import Matcher
 from k31compile.cache.artefact.flags import check_flags
 from k31compile.cache.artefact.results import TENSORS, Maker, places_of, result_maker
+from k31compile.cache.artefact.sharing import SharingCheck
 from k31compile.cache.artefact.signature import bind, signature_from
-from k31compile.cache.artefact.tensors import ALL_TENSORS_FIT, Mismatch, TensorCheck, TensorPromise, extent
+from k31compile.cache.artefact.tensors import ALL_TENSORS_FIT, Mismatch, TensorCheck, TensorPromise
 from k31compile.targets.native.load import load_native
 
 
@@ -35,8 +36,10 @@ class Program:
         self._checks = [TensorCheck(promise, bounds, data["declared"]) for promise in self.promises]
         self._matcher = Matcher(data["tree"], [promise.told() for promise in self.promises])
         self._conditions = data["conditions"]
-        self._written = [number for number, promise in enumerate(self.promises) if promise.written]
         self._inputs: list[Any] = [weights.get(source.get("weight")) for source in data["inputs"]]
+        names = {one["weight"]: one["written"] for one in data["inputs"] if "weight" in one}
+        held = {name: weights[name] for name in names}
+        self._check_sharing = SharingCheck(self.promises, held, (name for name in names if names[name]))
         self._tensors = [(i, one["tensor"]) for i, one in enumerate(data["inputs"]) if "tensor" in one]
         self._sizes = [(i, *one["size"]) for i, one in enumerate(data["inputs"]) if "size" in one]
         self._call = load_native(folder, data["plan"])
@@ -68,8 +71,8 @@ class Program:
             if not conditions.value_of(condition, sizes):
                 found = ", ".join(f"{name} {size}" for name, size in sizes.items())
                 raise Mismatch("the sizes", f"are {found}", conditions.told(condition))
-        self._check_sharing(tensors)
         check_flags(self._flags)
+        self._check_sharing(tensors)
         if torch.is_grad_enabled():
             self._check_gradients(tensors)
 
@@ -106,41 +109,6 @@ class Program:
         """The tensors of a result by where they stand in it."""
         values = {"output": outputs, "input": inputs, "tensor": tensors}
         return [(path, values[kind][place]) for path, kind, place in places_of(self.data["result"])]
-
-    def _check_sharing(self, tensors: Sequence[torch.Tensor]) -> None:
-        first: dict[int, int] = {}
-        for number, (tensor, promise) in enumerate(zip(tensors, self.promises, strict=True)):
-            same = first.setdefault(id(tensor), number)
-            if same != (number if promise.same is None else promise.same):
-                other = self.promises[same if promise.same is None else promise.same].path
-                found, allowed = f"is the same tensor as {other}", "a tensor of its own"
-                if promise.same is not None:
-                    found, allowed = f"is another tensor than {other}", "the same one, as at compile"
-                raise Mismatch(promise.path, found, allowed, ALL_TENSORS_FIT)
-        if not self._written:
-            return
-        spans = sorted(
-            (*extent(tensor), number) for number, tensor in enumerate(tensors) if first[id(tensor)] == number
-        )
-        self._check_overlap(spans)
-
-    def _check_overlap(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Raise where memory that the graph writes to is also that of another tensor; spans by their begin."""
-        furthest: dict[bool, tuple[int, int]] = {True: (-1, -1), False: (-1, -1)}  # written -> (end, number)
-        for begin, end, number in spans:
-            if begin == end:
-                continue
-            written = self.promises[number].written
-            for other_written, (other_end, other) in furthest.items():
-                if begin < other_end and (written or other_written):
-                    raise Mismatch(
-                        self.promises[number].path,
-                        f"shares memory with {self.promises[other].path}",
-                        "memory of its own, since the call writes to one of them",
-                        ALL_TENSORS_FIT,
-                    )
-            if end > furthest[written][0]:
-                furthest[written] = (end, number)
 
     def _check_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
         """Where gradients are on and nothing wants one, nothing is recorded either way."""

@@ -4,25 +4,10 @@
 // of the queries, which are the larger operand, is fetched once for all of them.
 #include <omp.h>
 
-#include "cache.h"
+#include "attn_res_call.h"
 #include "numbers.h"
 
 namespace k31 {
-
-struct PrepareCall {
-    Operand bank;     // [., M, N, D]
-    Operand queries;  // [., ., Q, D], float32
-    const uint8_t* valid;
-    int64_t tokens;
-    int64_t blocks;
-    int64_t queries_count;
-    int64_t width;
-    double eps;
-    int64_t threads;
-    float* maximum;
-    float* total;
-    float* mixture;
-};
 
 constexpr int64_t PIECE = 512;       // numbers of a row that are worked on at a time
 constexpr int BLOCKS = 4;            // rows of the bank in one register tile

@@ -5,28 +5,10 @@
 
 #include <cmath>
 
-#include "cache.h"
+#include "attn_res_call.h"
 #include "numbers.h"
 
 namespace k31 {
-
-struct UpdateCall {
-    Operand partial;      // [., ., M, D], as delta and mixture
-    Operand delta;        // no data: none
-    Operand maximum;      // [., ., M, 1], float32, as total
-    Operand total;
-    Operand mixture;      // float32
-    Operand query;        // [., ., ., D], float32
-    Operand norm_weight;  // [., ., ., D], no data: no norm
-    int64_t tokens;
-    int64_t width;
-    double eps;
-    double norm_eps;
-    int64_t threads;
-    char* sum;
-    char* mixed;
-    int64_t mixed_dtype;
-};
 
 constexpr int ABREAST = 4;  // independent sums: one alone would wait for its own last addition
 

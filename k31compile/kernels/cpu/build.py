@@ -1,8 +1,8 @@
-"""Building the C++ kernels: one compiler call, kept under the user's cache, trusted only when signed and private.
+"""Building the C++ kernels: one library, kept under the user's cache, trusted only when signed and private.
 
-The file's name is a digest of what decides its meaning: sources, flags, instruction set, and the compiler where CXX
-names one. Which version of the compiler built it is written behind it: finding it again must not start a compiler, and
-a machine without one takes what another has built.
+The file's name is a digest of what decides its meaning: sources, flags, instruction set, torch's version where the
+library calls torch, and the compiler where CXX names one. Which version of the compiler built it is written behind it:
+finding it again must not start a compiler, and a machine without one takes what another has built.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from k31compile.errors import BuildError, StoreError
+from k31compile.kernels.cpu.compile_units import UNIT_FLAGS, compile_library
 from k31compile.signatures import is_signed, local_key, sign
 from k31compile.store import atomic_write, cache_dir, check_private, sha256_of
 
 _FOLDER = Path(__file__).parent
-_COMMON = ("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 # "fast" is what serves. The others force what other machines take, so that tests reach it on any machine: narrow
 # vectors and no special instruction; AVX2 and nothing newer, where the machine is an x86; the widest vectors with bf16
 # pairs, as on AVX-512 with BF16.
@@ -37,7 +39,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "avx2": ("-march=x86-64-v3",),
     "wide": ("-march=native", "-DK31_LANES=16", "-DK31_PAIRS", "-O1"),
 }
-_TIMEOUT_SECONDS = 300
+SERVING = "fast"
 
 
 def compiler() -> list[str] | None:
@@ -53,11 +55,12 @@ def sources() -> list[Path]:
 
 
 def build_key(variant: str) -> str:
-    """Digest of sources, flags, instruction set and CXX."""
+    """Digest of sources, flags, instruction set, CXX, and of torch's version where the library calls torch."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for part in (os.environ.get("CXX", ""), *_COMMON, *VARIANTS[variant], instruction_set()):
+    called = torch.__version__ if variant == SERVING else ""
+    for part in (os.environ.get("CXX", ""), *UNIT_FLAGS, *VARIANTS[variant], instruction_set(), called):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -98,14 +101,8 @@ def _build(command: list[str], variant: str, path: Path) -> None:
     # files are equal in meaning it does not matter whose rename comes last.
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
         made = Path(folder) / "kernels.so"
-        units = [str(source) for source in sources() if source.suffix == ".cpp"]
-        line = [*command, *_COMMON, *VARIANTS[variant], "-o", str(made), *units]
-        try:
-            run = subprocess.run(line, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"the C++ compiler did not run: {error}") from error
-        if run.returncode:
-            raise BuildError(f"the C++ compiler refused the kernels: {_first_error(run.stderr)}")
+        units = [source for source in sources() if source.suffix == ".cpp"]
+        compile_library([*command, *UNIT_FLAGS, *VARIANTS[variant]], units, made, calls_torch=variant == SERVING)
         made.chmod(0o600)
         seal = {"sha256": sha256_of(made), "compiler": _version(tuple(command))}
         # One rename publishes both: the seal travels behind the library, as the last line of the file.
@@ -129,7 +126,7 @@ def exported() -> Iterator[tuple[str, bytes]]:
     Raises:
         StoreError: the folder is not this user's own.
     """
-    path = _private_folder() / f"cpu-{build_key('fast')}.so"
+    path = _private_folder() / f"cpu-{build_key(SERVING)}.so"
     if path.exists() and _fault(path, local_key()) is None:
         data = path.read_bytes()
         library, seal = _split(data)
@@ -192,11 +189,6 @@ def _private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     check_private(folder)
     return folder
-
-
-def _first_error(output: str) -> str:
-    lines = [line for line in output.splitlines() if "error" in line]
-    return (lines or output.splitlines() or ["no message"])[0].strip()
 
 
 @functools.cache

@@ -4,28 +4,11 @@
 // sum over heads never leaves the registers' neighbourhood, so a score costs its multiplications and little else.
 #include <omp.h>
 
-#include "cache.h"
+#include "indexer_call.h"
 #include "select.h"
 #include "tile.h"
 
 namespace k31 {
-
-struct IndexerCall {
-    Operand query;
-    Operand key;
-    Operand weights;
-    Paging paging;
-    Lengths lengths;
-    Mask mask;
-    int64_t heads;
-    int64_t width;
-    int64_t count;
-    int64_t by_score;
-    int64_t fill_lowest;
-    int64_t threads;
-    int32_t* result;
-    int64_t failed;
-};
 
 // What a row sees: of the positions from `begin` to `end` those that the mask does not hide, `count` of them.
 struct Seen {

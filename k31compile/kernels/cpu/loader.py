@@ -10,10 +10,12 @@ from typing import Any
 
 from k31compile.errors import BuildError, OperatorError
 from k31compile.kernels.cpu import build, calls
+from k31compile.kernels.cpu.direct_calls import take_over_calls
 
 SWITCH = "K31_CPU_KERNELS"
 _LOCK = threading.Lock()
 _LOADED: dict[str, ctypes.CDLL | BuildError] = {}
+_SERVES: dict[str, tuple[bool, str]] = {}
 
 
 def library(variant: str = "fast") -> ctypes.CDLL:
@@ -39,7 +41,7 @@ def adopt(path: Path, variant: str = "fast") -> None:
     with _LOCK:
         if variant in _LOADED or os.environ.get(SWITCH) == "0":
             return
-        found = _open(path)
+        found = _open(path, variant)
         if isinstance(found, BuildError):
             raise found
         _LOADED[variant] = found
@@ -51,10 +53,7 @@ def available(variant: str = "fast") -> tuple[bool, str]:
         library(variant)
     except BuildError as error:
         return False, str(error)
-    return _SERVES
-
-
-_SERVES = (True, "C++ kernels built for this machine")
+    return _SERVES[variant]
 
 
 def call(variant: str, function: str, arguments: ctypes.Structure, limit: int) -> None:
@@ -73,12 +72,12 @@ def _load(variant: str) -> ctypes.CDLL | BuildError:
     if os.environ.get(SWITCH) == "0":
         return BuildError(f"switched off by {SWITCH}=0", hint="unset it to use the C++ kernels")
     try:
-        return _open(build.built_library(variant))
+        return _open(build.built_library(variant), variant)
     except BuildError as error:
         return error
 
 
-def _open(path: Path) -> ctypes.CDLL | BuildError:
+def _open(path: Path, variant: str) -> ctypes.CDLL | BuildError:
     try:
         loaded = ctypes.CDLL(str(path))
         for name, structure in calls.FUNCTIONS.items():
@@ -90,4 +89,7 @@ def _open(path: Path) -> ctypes.CDLL | BuildError:
                 return BuildError(f"{name} and its Python side disagree on their arguments")
     except (OSError, AttributeError) as error:
         return BuildError(f"the built kernels do not load: {error}")
+    detour = take_over_calls(path) if variant == build.SERVING else None
+    why = "C++ kernels built for this machine"
+    _SERVES[variant] = True, why if detour is None else f"{why}, called through Python: {detour}"
     return loaded

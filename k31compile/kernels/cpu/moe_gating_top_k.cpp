@@ -5,30 +5,11 @@
 #include <algorithm>
 
 #include "activation.h"
-#include "cache.h"
+#include "moe_gating_call.h"
 #include "select.h"
 
 namespace k31 {
 namespace {
-
-struct GatingCall {
-    Operand x;
-    const float* bias;  // null: none
-    int64_t rows;
-    int64_t experts;
-    int64_t count;
-    int64_t groups;
-    int64_t kept_groups;
-    int64_t two_best;
-    int64_t renorm;
-    int64_t sigmoid;
-    double group_fill;
-    double factor;
-    double eps;
-    int64_t threads;
-    float* weights;
-    int32_t* chosen;
-};
 
 constexpr double WORTH_A_THREAD = 1e5;  // logits below which waking a thread costs more than it saves
 

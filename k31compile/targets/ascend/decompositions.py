@@ -10,6 +10,8 @@ from torch import Tensor
 
 from k31compile.targets.ascend.lowerings.delta_rule import softplus
 from k31compile.targets.ascend.own_operators import register_converters
+from k31compile.targets.ascend.plain_formulas import OURS as PLAIN
+from k31compile.targets.ascend.plain_formulas import TORCHS
 
 ATEN = torch.ops.aten
 MOST_SHIFTS = 16
@@ -17,14 +19,14 @@ MOST_SHIFTS = 16
 
 
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Operator -> its formula: torchair's own table, then ours."""
+    """Operator -> its formula: some of torch's, torchair's own table, then ours."""
     from torch._decomp import get_decompositions
     from torchair.configs.compiler_config import CompilerConfig
     from torchair.npu_fx_compiler import _get_merged_decompositions
 
     register_converters()
-    attention = get_decompositions([ATEN._scaled_dot_product_flash_attention_for_cpu])
-    return {**attention, **_get_merged_decompositions(CompilerConfig()), **OURS}
+    taken = get_decompositions([ATEN._scaled_dot_product_flash_attention_for_cpu, *TORCHS])
+    return {**taken, **_get_merged_decompositions(CompilerConfig()), **OURS}
 
 
 def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
@@ -133,18 +135,27 @@ def _histc(x: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
 
 
 def _stable_sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """Integers with their positions below them, so that no two are equal; other values have no such order.
-
-    Values times the length have to fit in 63 bits, as what a model sorts does: numbers of experts and of tokens.
-    """
+    """Integers with their positions below them, so that no two are equal; other values have no such order."""
     if x.is_floating_point() or x.dim() == 0 or x.dtype == torch.bool:
         return NotImplemented if stable else ATEN.sort.default(x, dim, descending)
-    size, dim = x.shape[dim], dim % x.dim()
-    place = torch.arange(size, device=x.device).view([-1 if one == dim else 1 for one in range(x.dim())])
+    dim %= x.dim()
     wide = x.to(torch.int64)
-    ranked = ((-wide if descending else wide) * size + place).sort(dim=dim).values
-    order = torch.remainder(ranked, size)
+    if x.dtype != torch.int64:
+        order = _order(wide, dim, descending)
+        return x.gather(dim, order), order
+    # With a position below it a number may have 32 bits: the lower half is sorted, and then, stably, the upper one.
+    upper = torch.div(wide, 1 << 32, rounding_mode="floor")
+    order = _order(wide - upper * (1 << 32), dim, descending)
+    order = order.gather(dim, _order(upper.gather(dim, order), dim, descending))
     return x.gather(dim, order), order
+
+
+def _order(x: Tensor, dim: int, descending: bool) -> Tensor:
+    """The stable order of int64 numbers of at most 33 bits."""
+    size = x.shape[dim]
+    place = torch.arange(size, device=x.device).view([-1 if one == dim else 1 for one in range(x.dim())])
+    ranked = ((-x if descending else x) * size + place).sort(dim=dim).values
+    return torch.remainder(ranked, size)
 
 
 OURS: dict[Any, Callable[..., Any]] = {
@@ -162,5 +173,9 @@ OURS: dict[Any, Callable[..., Any]] = {
     ATEN.logcumsumexp.default: _logcumsumexp,
     ATEN.histc.default: _histc,
     ATEN.sort.stable: _stable_sort,
+    **PLAIN,
 }
-"""Formulas of this module; each is held to its operator by a test. One that is not for a call leaves the operator."""
+"""Formulas of this module and of `plain_formulas`; each is held to its operator by a test.
+
+One that is not for a call leaves the operator.
+"""

@@ -19,6 +19,7 @@ from k31compile.targets.ascend.cast_weights import cast_weights
 from k31compile.targets.ascend.ge_options import ge_config
 from k31compile.targets.ascend.prepare import Prepared, prepare
 from k31compile.targets.ascend.profiles import Profile, profile_of
+from k31compile.targets.ascend.returned_views import find_returned_views, give_views
 
 _OFFLINE = "k31 compile TARGET --target {} --offline -o DIR makes the graph without a device"
 
@@ -46,7 +47,7 @@ def compile_for_ascend(
     _tell(prepared, report)
     compiler = torchair.get_compiler(ge_config())
     compiled: Callable[..., Any] = compiler(prepared.lowered.module, list(example_inputs))
-    return compiled
+    return give_views(compiled, find_returned_views(module))
 
 
 def _torchair(profile: Profile) -> Any:

@@ -22,9 +22,11 @@ from k31compile.graph.views import COPIES, is_view
 from k31compile.targets.ascend.converters import refuse_without_converter
 from k31compile.targets.ascend.decompositions import decomposition_table
 from k31compile.targets.ascend.fuse_rms_norm import fuse_rms_norms
+from k31compile.targets.ascend.index_puts import index_put
 from k31compile.targets.ascend.indexer_weights import narrow_indexer_weights
 from k31compile.targets.ascend.lowerings.registry import Decision, choose
 from k31compile.targets.ascend.own_operators import Place, states_lie_in
+from k31compile.targets.ascend.plain_formulas import COMPOSITES
 from k31compile.targets.ascend.profiles import Profile
 from k31compile.targets.ascend.share_equal import drop_dead_copies, share_equal_calls
 from k31compile.targets.ascend.state_places import find_state_places
@@ -120,6 +122,8 @@ class _Lowering(fx.Interpreter):
             return self._lower(target._opname, args, kwargs)
         if self._node in self._needless:
             return args[0]
+        if target in COMPOSITES and (written := COMPOSITES[target](*args, **kwargs)) is not NotImplemented:
+            return written
         if target in _WRITES:
             written = self._write(target, args, kwargs)
             if written is not None:
@@ -153,6 +157,10 @@ class _Lowering(fx.Interpreter):
         if target is ATEN.index_put_.default:
             written, indices, values, *accumulate = args
             updated = None if any(accumulate) else write_rows(base, written, indices, values)
+            if updated is None:
+                # No list of rows: all that is written into is made anew and takes its place.
+                put = index_put(written, indices, values, any(accumulate))
+                updated = None if put is NotImplemented else write_part(base, written, put)
         elif target is ATEN.index_copy_.default:
             updated = write_along(base, *args)
         elif target is ATEN.copy_.default:

@@ -24,7 +24,7 @@ def share_equal_calls(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.op != "call_function" or not _is_pure(node) or written.intersection((node, *node.all_input_nodes)):
             continue
-        if any(user.op == "output" for user in node.users):
+        if _leaves(node):
             continue
         first = known.setdefault(_key(node), node)
         if first is not node:
@@ -32,6 +32,11 @@ def share_equal_calls(graph: fx.Graph) -> int:
             graph.erase_node(node)
             gone += 1
     return gone
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether the caller gets the node, a view or a part of it: two results must not be one memory."""
+    return any(user.op == "output" or (_base(user) is not user and _leaves(user)) for user in node.users)
 
 
 def drop_dead_copies(graph: fx.Graph) -> int:

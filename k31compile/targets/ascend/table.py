@@ -15,6 +15,7 @@ from k31compile.kernels.registry import OPERATORS
 from k31compile.targets.ascend.constraint_tables_later import ALL_TABLES
 from k31compile.targets.ascend.decompositions import OURS as FORMULAS
 from k31compile.targets.ascend.lowerings.registry import Lowering, in_order
+from k31compile.targets.ascend.plain_formulas import TORCHS
 from k31compile.targets.ascend.profiles import PROFILES
 from k31compile.targets.ascend.providers import FORMULA, OURS, PROVIDERS, TORCH_NPU
 
@@ -94,11 +95,11 @@ def _limits() -> str:
 
 
 def _formulas() -> str:
-    names = ", ".join(f"`{operator}`" for operator in sorted(map(str, FORMULAS)))
+    names, taken = (", ".join(f"`{one}`" for one in sorted(map(str, table))) for table in (FORMULAS, TORCHS))
     return (
         "\n## ATEN operators by formula\n\nGE has no converter for these; each is written by others that have one, and "
-        f"held to its operator by a test in float64: {names}. What is left without a converter is refused before "
-        "torchair is asked, all of it in one error with the model's lines.\n"
+        f"held to its operator by a test in float64: {names}. Torch's own decompositions are taken for {taken}. What "
+        "is left without a converter is refused before torchair is asked, all in one error with the model's lines.\n"
     )
 
 

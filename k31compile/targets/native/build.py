@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from k31compile.errors import NativeError
 from k31compile.targets.native.load import EXTERNS, LIBRARY
@@ -54,12 +56,26 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], scratch: Path) -> Pa
     patches = {"aot_inductor.output_path": f"{scratch}/", "aot_inductor.package": False, "aot_inductor.metadata": {}}
     try:
         # Under autocast this is where the casts come into the graph.
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), _constants_beside(inputs):
             warnings.simplefilter("ignore")
             made: Any = compile_fx_aot(module, list(inputs), config_patches=patches)
     except Exception as error:
         raise _cannot("AOTInductor cannot build it", error) from error
     return Path(made)
+
+
+@contextlib.contextmanager
+def _constants_beside(inputs: Sequence[Any]) -> Iterator[None]:
+    """Let a graph's constant tensors, which are real ones, stand in an operator beside the inputs, which are not."""
+    modes = {value.fake_mode for value in inputs if isinstance(value, FakeTensor)}
+    before = {mode: mode.allow_non_fake_inputs for mode in modes}
+    try:
+        for mode in modes:
+            mode.allow_non_fake_inputs = True
+        yield
+    finally:
+        for mode, allowed in before.items():
+            mode.allow_non_fake_inputs = allowed
 
 
 def _cannot(what: str, error: Exception) -> NativeError:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from k31compile.errors import BenchError
 from k31compile.kernels.cpu.loader import library
 from k31compile.store import cache_dir
 
@@ -39,7 +40,7 @@ def run_elsewhere(script: str, arguments: list[str], environment: dict[str, str]
     command = [sys.executable, str(Path(script).resolve()), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        raise BenchError(f"{' '.join(arguments)} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 

@@ -1,0 +1,67 @@
+"""Linear layers of few rows: packed copies of bfloat16 weights that come from DRAM, against the weights themselves."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from k31compile.bench.case import Case, Form, Work
+from k31compile.bench.compare import tensors_differ
+from k31compile.bench.goals import Bound, Goals
+from k31compile.targets.packed_linear import PACKED_LINEAR
+
+_WIDTH, _LAYERS = 2048, 40  # 335 MB of weights: each comes from DRAM on every pass
+
+
+def cases() -> list[Case]:
+    """One to four rows through a stack of layers."""
+    held = Goals({"inductor": Bound(1.5, 1.4), "eager": Bound(None, 1.4)})
+    return [
+        Case(
+            "packed_linear", f"bf16 M={rows}, {_LAYERS} layers of {_WIDTH} x {_WIDTH}", partial(_make, rows), held,
+            "packed_linear bf16", rows, rows == 1,
+        )
+        for rows in (1, 2, 3, 4)
+    ]  # fmt: skip
+
+
+class Stack(nn.Module):
+    """Square layers without bias, one after the other."""
+
+    def __init__(self) -> None:
+        """Weights that keep the size of what goes through them."""
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=_WIDTH**-0.5)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, D] -> [M, D]."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _make(rows: int) -> Work:
+    x, stack = torch.randn(rows, _WIDTH).bfloat16(), Stack().bfloat16().eval()
+    weights = [layer.weight for layer in stack.layers]
+
+    def ours() -> Tensor:
+        y = x
+        for weight in weights:
+            y = PACKED_LINEAR(y, weight, None, False)
+        return y
+
+    with torch.no_grad():
+        ours()  # copies are made once for all calls, and are no memory of one
+    expected = x.float()
+    for weight in weights:
+        expected = expected @ weight.detach().float().T  # type: ignore[operator]
+
+    def check(result: Any, tolerance: float) -> str | None:
+        return tensors_differ(result, expected, tolerance)
+
+    return Work(ours, [Form("", stack, lambda function: lambda: function(x))], check, 5e-2, 5e-2)

@@ -1,0 +1,110 @@
+"""Workers: answers, failures in one line, time limits; and what a whole model is compared with."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from k31compile import Entry
+from k31compile.bench.machine import KEEPING, machine_facts, version_facts
+from k31compile.bench.model_worker import differs, numbers_of, write_reference
+from k31compile.bench.models import model_cases
+from k31compile.bench.process import Worker, environment
+from k31compile.errors import BenchError
+
+SERVE = """
+import os, sys, time
+from k31compile.bench.worker import serve
+
+def fail(task):
+    raise ValueError("no such\\nthing")
+
+serve({
+    "add": lambda task: print("noise") or task["a"] + task["b"],
+    "fail": fail,
+    "sleep": lambda task: time.sleep(60),
+    "die": lambda task: (print("last words", file=sys.stderr, flush=True), os._exit(3)),
+    "environment": lambda task: [os.environ.get(name) for name in task["names"]],
+})
+"""
+
+
+@pytest.fixture
+def worker():
+    made = Worker(["-c", SERVE], environment(1))
+    yield made
+    made.stop()
+
+
+def test_a_worker_answers_and_what_it_prints_is_no_answer(worker: Worker) -> None:
+    assert worker.ask({"task": "add", "a": 1, "b": 2}, 60) == 3
+    assert worker.ask({"task": "add", "a": "x", "b": "y"}, 60) == "xy"
+
+
+def test_a_failed_task_is_one_line_and_the_next_one_works(worker: Worker) -> None:
+    with pytest.raises(BenchError, match=r"K31-0604: ValueError: no such;"):
+        worker.ask({"task": "fail"}, 60)
+    assert worker.ask({"task": "add", "a": 1, "b": 2}, 60) == 3
+
+
+def test_a_dead_worker_is_told_with_its_last_words(worker: Worker) -> None:
+    with pytest.raises(BenchError, match="the process ended with 3: last words"):
+        worker.ask({"task": "die"}, 60)
+    assert not worker.is_there()
+
+
+def test_a_worker_that_takes_too_long_is_stopped(worker: Worker) -> None:
+    worker.ask({"task": "add", "a": 1, "b": 2}, 60)
+    start = time.monotonic()
+    with pytest.raises(BenchError, match="stopped after 1 s"):
+        worker.ask({"task": "sleep"}, 1)
+    assert time.monotonic() - start < 30
+    assert not worker.is_there()
+
+
+def test_workers_keep_large_temporaries_and_have_the_threads_of_the_run(worker: Worker) -> None:
+    names = [*KEEPING, "OMP_NUM_THREADS"]
+    assert worker.ask({"task": "environment", "names": names}, 60) == [*KEEPING.values(), "1"]
+
+
+def test_facts_are_those_of_this_process() -> None:
+    machine, versions = machine_facts(1), version_facts()
+    assert machine["time"] == "CPU time of the one thread"
+    assert machine_facts(2)["time"] == "wall time"
+    assert isinstance(machine["malloc_keeps_temporaries"], bool)
+    assert versions["torch"] == torch.__version__
+    assert versions["python"] == sys.version.split()[0]
+
+
+class Doubling(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.1, 1.0, 256))
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache += 1
+        return x * self.weight / 3 + cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_held_to_eager_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, file = Doubling().to(dtype), tmp_path / "reference.pt"
+    x, cache = torch.linspace(-1, 1, 256, dtype=dtype), torch.zeros(256, dtype=dtype)
+    entry = Entry("one", model, (x, cache))
+    write_reference(entry, file)
+    assert not cache.any(), "the reference is computed on a copy"
+    result = entry.call()
+    assert differs(numbers_of(result), file) == ""
+    assert "away from eager in float32" in differs(numbers_of(result * 1.1), file)
+    assert "away from eager" in differs(numbers_of(result * float("nan")), file)
+    assert differs([], file) == "0 results instead of 1"
+    assert differs([result[:2]], file) == "result 0 is [2], not [256]"
+
+
+def test_every_model_case_has_a_name_of_its_own() -> None:
+    names = [case.full_name for case in model_cases()]
+    assert len(set(names)) == len(names)
+    assert {case.name for case in model_cases()} == {"mini", "kimi_linear", "tiny"}
+    assert any(case.is_quick for case in model_cases())
