@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from k31compile import Entry
+from k31compile.bench.failure import in_one_line
 from k31compile.bench.machine import KEEPING, machine_facts, version_facts
 from k31compile.bench.model_worker import differs, numbers_of, write_reference
 from k31compile.bench.models import model_cases
@@ -76,6 +77,18 @@ def test_facts_are_those_of_this_process() -> None:
     assert isinstance(machine["malloc_keeps_temporaries"], bool)
     assert versions["torch"] == torch.__version__
     assert versions["python"] == sys.version.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no such\nthing", "ValueError: no such"),
+        ("backend='k31' raised:\n\n  K31-0201: a reason\nmore", "ValueError: backend='k31' raised: K31-0201: a reason"),
+        ("", "ValueError"),
+    ],
+)
+def test_a_failure_is_one_line_that_tells_something(text: str, told: str) -> None:
+    assert in_one_line(ValueError(text)) == told
 
 
 class Doubling(torch.nn.Module):
