@@ -70,6 +70,33 @@ def test_workers_keep_large_temporaries_and_have_the_threads_of_the_run(worker: 
     assert worker.ask({"task": "environment", "names": names}, 60) == [*KEEPING.values(), "1"]
 
 
+MEASURE = """
+import torch
+from k31compile.bench.memory import peak_extra_bytes
+from k31compile.bench.worker import serve
+
+torch.set_num_threads(1)
+
+def temporary():
+    return torch.ones(MIB << 18).sum()
+
+temporary()  # loads code
+serve({"measure": lambda task: [peak_extra_bytes(temporary) for _ in range(3)]})
+"""
+
+
+@pytest.mark.parametrize("mebibytes", [4, 48])
+def test_a_temporary_is_seen_each_time_although_the_heap_keeps_it(mebibytes: int) -> None:
+    worker = Worker(["-c", MEASURE.replace("MIB", str(mebibytes))], environment(1))
+    try:
+        found = worker.ask({"task": "measure"}, 120)
+    finally:
+        worker.stop()
+    if None in found:
+        pytest.skip("this kernel does not tell resident peaks")
+    assert all(abs(one - (mebibytes << 20)) < 2 << 20 for one in found), found
+
+
 def test_facts_are_those_of_this_process() -> None:
     machine, versions = machine_facts(1), version_facts()
     assert machine["time"] == "CPU time of the one thread"
