@@ -116,13 +116,12 @@ def _on_one_thread(call: Callable[[], object]) -> object:
 
 
 def _call_first(variant: _Variant, work: Work, tolerance: float) -> None:
-    """Note extra memory of a call and what is wrong with its result. An opponent is compiled before.
+    """Note extra memory of a second call, and what is wrong with the result: the first compiles and loads code.
 
     An opponent that cannot be compiled or fails is left out; ours must not fail.
     """
     try:
-        if variant.opponent != OURS:
-            variant.call()
+        variant.call()
         variant.extra = peak_extra_bytes(variant.call)
         result = variant.call()
     except Exception as failure:  # another's compiler may fail in any way

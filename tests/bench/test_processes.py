@@ -70,6 +70,34 @@ def test_workers_keep_large_temporaries_and_have_the_threads_of_the_run(worker: 
     assert worker.ask({"task": "environment", "names": names}, 60) == [*KEEPING.values(), "1"]
 
 
+MEASURE = """
+import torch
+from k31compile.bench.memory import peak_extra_bytes
+from k31compile.bench.worker import serve
+
+torch.set_num_threads(1)
+
+def three(mebibytes):
+    first = torch.ones(mebibytes << 18)
+    return (first + first * 2).sum()
+
+for size in (2, 16, 24, 4, 8):
+    three(size)
+serve({"measure": lambda task: [peak_extra_bytes(lambda: three(size)) for size in task["sizes"]]})
+"""
+
+
+def test_temporaries_are_seen_each_time_although_the_heap_keeps_them() -> None:
+    worker, sizes = Worker(["-c", MEASURE], environment(1)), [2, 8, 16, 4, 8, 16, 2]
+    try:
+        found = worker.ask({"task": "measure", "sizes": sizes}, 120)
+    finally:
+        worker.stop()
+    if None in found:
+        pytest.skip("this kernel does not tell resident peaks")
+    assert all(abs(one / 2**20 - 3 * size) < 1 for one, size in zip(found, sizes, strict=True)), found
+
+
 def test_facts_are_those_of_this_process() -> None:
     machine, versions = machine_facts(1), version_facts()
     assert machine["time"] == "CPU time of the one thread"
