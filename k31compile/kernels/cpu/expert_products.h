@@ -175,11 +175,16 @@ template <bool HALF, int64_t TOKENS> void dot_rows(const Part& part, const float
         const char* rows[ROWS];
         for (int64_t r = 0; r < ROWS; r++)
             rows[r] = part.matrix.at(part.first + std::min(f + r, part.count - 1), 0);
-        part.matrix.announce(part.first + f + ROWS, part.first + std::min(f + 2 * ROWS, part.count), 0, part.depth);
+        // The rows after these: a line at a time, as many as are read, or the fetches would wait for each other.
+        const int64_t ahead = f + ROWS < part.count ? ROWS * part.matrix.stride * BYTES : 0;
         Floats sums[ROWS][TOKENS] = {};
         for (int64_t d = 0; d < whole; d += LANES) {
             Floats row[TOKENS];
             for (int64_t t = 0; t < TOKENS; t++) row[t] = load<Floats>(activations + t * part.depth + d);
+            if (d * BYTES % 64 == 0) {
+#pragma GCC unroll 8
+                for (int64_t r = 0; r < ROWS; r++) __builtin_prefetch(rows[r] + d * BYTES + ahead, 0, 2);
+            }
 #pragma GCC unroll 8
             for (int64_t r = 0; r < ROWS; r++) {
                 const Floats numbers = load_numbers<HALF>(rows[r] + d * BYTES);
