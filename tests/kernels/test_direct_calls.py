@@ -27,15 +27,16 @@ def _taken_over():
 def outcome(name, run, arguments, options):
     """What a call gives, with the state that it wrote, or the type and text of its refusal; nothing stays written."""
     state = arguments[STATES[name]] if name in STATES else None
-    before = state.clone() if isinstance(state, torch.Tensor) else None
+    memory = state.untyped_storage() if isinstance(state, torch.Tensor) else None
+    before = None if memory is None else memory.clone()
     try:
         given = run(*arguments, **options)
+        written = None if memory is None else state.clone()
     except Exception as error:
         return type(error), str(error)
     finally:
-        written = None if before is None else state.clone()
-        if before is not None and not torch.equal(written, before):
-            state.copy_(before)
+        if memory is not None:
+            memory.copy_(before)
     given = [given] if isinstance(given, torch.Tensor) else list(given)
     return given if written is None else [*given, written]
 

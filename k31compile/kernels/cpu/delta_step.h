@@ -117,6 +117,8 @@ template <int VECS> void Step::columns(const Columns& of, int64_t v, int64_t lef
         const float* row = from[d] + v;
         float* place = to[d] + v;
         const float decay = decays[d], key = keys[d];
+        // The beginning of what lies behind this state, most often the next head's: memory would be idle meanwhile.
+        if (VECS > WIDEST) prefetch_far(reinterpret_cast<const char*>(from[width]) + d * 128, 128);
 #pragma GCC unroll 8
         for (int n = 0; n < VECS; n++) keep(place, n, part(row, n) * decay + key * written[n]);
     }
