@@ -8,11 +8,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 
+class InPlace:
+    """A tensor of a result that was there before the call and holds what the call wrote: no memory of the call."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 def tensors_differ(results: Any, expected: Any, tolerance: float) -> str | None:
     """What is wrong with tensors, in one line; None where each is within `tolerance` of the expected one's largest."""
-    found, wanted = (
-        [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in (results, expected)
-    )
+    found, wanted = (_tensors_of(tree) for tree in (results, expected))
     if len(found) != len(wanted):
         return f"{len(found)} tensors instead of {len(wanted)}"
     for place, (one, right) in enumerate(zip(found, wanted, strict=True)):
@@ -49,3 +54,8 @@ def selection_differs(picked: torch.Tensor, scores: torch.Tensor, count: int, to
     if float(missed.max()) > 0:
         return f"row {int(missed.argmax())} picked a score {float(missed.max() + slack):.1e} below its edge"
     return None
+
+
+def _tensors_of(tree: Any) -> list[torch.Tensor]:
+    leaves = (leaf.tensor if isinstance(leaf, InPlace) else leaf for leaf in pytree.tree_leaves(tree))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from k31compile.bench.compare import selection_differs, tensors_differ
+from k31compile.bench.compare import InPlace, selection_differs, tensors_differ
 
 SCORES = torch.tensor([[5.0, 1.0, 4.0, 3.0], [2.0, -math.inf, -math.inf, 1.0]])
 
@@ -39,6 +39,12 @@ def test_nearly_equal_scores_may_be_told_apart_either_way() -> None:
     assert selection_differs(torch.tensor([[1]]), scores, 1, 0.01) is None
     assert selection_differs(torch.tensor([[1]]), scores, 1, 1e-4) is not None
     assert selection_differs(torch.tensor([[2]]), scores, 1, 0.01) is not None
+
+
+def test_what_was_written_in_place_is_compared_too() -> None:
+    right = (torch.ones(3), torch.full((2,), 2.0))
+    assert tensors_differ((torch.ones(3), InPlace(torch.full((2,), 2.0))), right, 1e-6) is None
+    assert "result 1 is 5.0e-01 away" in str(tensors_differ((torch.ones(3), InPlace(torch.ones(2))), right, 1e-6))
 
 
 def test_tensors_are_held_to_their_tolerance() -> None:

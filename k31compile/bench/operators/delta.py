@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from k31compile.bench.case import Case, Form, Roof, Thunk, Work
-from k31compile.bench.compare import tensors_differ
+from k31compile.bench.compare import InPlace, tensors_differ
 from k31compile.bench.goals import Bound, Goals
 from k31compile.bench.places import Places
 from k31compile.model.delta_rule import kda_chunk, kda_recurrent
@@ -68,9 +68,9 @@ def _decode(batch: int, heads: int) -> Work:
     # Ours in places of their own: what it writes in place is no other's state.
     own = Places([first.clone() for _ in range(count)]).walk()
 
-    def in_place() -> tuple[Tensor, Tensor]:
+    def in_place() -> tuple[Tensor, InPlace]:
         state = next(own)
-        return torch.ops.k31.kda_recurrent_(*arguments, state), state
+        return torch.ops.k31.kda_recurrent_(*arguments, state), InPlace(state)
 
     def bind(function: Callable[..., Any]) -> Thunk:
         states = places.walk()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from k31compile.bench.case import Case, Form, Thunk, Work
-from k31compile.bench.compare import tensors_differ
+from k31compile.bench.compare import InPlace, tensors_differ
 from k31compile.bench.goals import Bound, Goals
 from k31compile.bench.operators.delta import by_products
 from k31compile.bench.places import Places
@@ -78,7 +78,7 @@ def _make() -> Work:
             [x], [conv_weight], [conv_state], *gates, state, out_gate, norm_weight, norm_eps=_EPS,
             lower_bound=_BOUND, scale=_WIDTH**-0.5, dtype=torch.bfloat16,
         )  # fmt: skip
-        return result, kept, state
+        return result, kept, InPlace(state)
 
     # in float64 from the operands as they are stored; the convolution is rounded to the dtype of x by all
     named = (x, conv_weight, conv_state, *gates, out_gate, norm_weight, first)
