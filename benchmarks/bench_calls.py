@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 import k31compile.kernels as kernels
 from k31compile.kernels.cpu import loader
 from k31compile.kernels.cpu.direct_calls import count_calls
+from k31compile.kernels.in_place import IN_PLACE
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 PER_ROUND = 200
@@ -55,6 +57,7 @@ def draw_calls() -> dict[str, Call]:
             {"actual_seq_lengths_kv": lengths},
         ),
         "kda_recurrent": ((*rows, gate, beta, state), {}),
+        "kda_recurrent_": ((*rows, gate, beta, state.clone()), {}),
         "kda_chunk": ((*rows, gate, beta, state), {}),
         "gated_delta_recurrent": ((*rows, gate[..., 0], beta, state), {}),
         "gated_delta_chunk": ((*rows, gate[..., 0], beta, state), {}),
@@ -66,6 +69,10 @@ def draw_calls() -> dict[str, Call]:
         "short_conv": ((conv, weight), {"state": kept}),
         "gated_rms_norm": ((rows[0], rows[1], torch.randn(width)), {"eps": 1e-5}),
         "mega_kda": (([conv], [weight], [kept], *mega), {"norm_eps": 1e-5, "lower_bound": -5.0}),
+        "mega_kda_": (
+            ([conv], [weight], [kept], *mega[:4], state.clone(), *mega[5:]),
+            {"norm_eps": 1e-5, "lower_bound": -5.0},
+        ),
         "moe_gating_top_k": ((torch.randn(1, experts), 2), {}),
         "grouped_experts": ((row, torch.tensor([[0, 2]]), torch.rand(1, 2), *lists), {}),
     }
@@ -82,8 +89,13 @@ def measure(call: Callable[[], object]) -> float:
 def compare(name: str, call: Call, seconds: float) -> dict[str, Any]:
     """One operator both ways, in turns."""
     arguments, options = call
-    overload, detour = getattr(torch.ops.k31, name).default, kernels.OPERATORS[name].run
-    check_alike(name, overload(*arguments, **options), detour(*arguments, **options))
+    overload = getattr(torch.ops.k31, name).default
+    detour = IN_PLACE[name] if name in IN_PLACE else kernels.OPERATORS[name].run
+    # Each way on copies of its own, since a state may be written.
+    copies = [pytree.tree_map_only(torch.Tensor, torch.clone, arguments) for _ in range(2)]
+    given = [run(*copy, **options) for run, copy in zip((overload, detour), copies, strict=True)]
+    check_alike(name, *given)
+    check_alike(name, *([x for x in pytree.tree_leaves(copy) if isinstance(x, torch.Tensor)] for copy in copies))
     times: list[tuple[float, float]] = []
     end = time.monotonic() + seconds
     while len(times) < 5 or time.monotonic() < end:

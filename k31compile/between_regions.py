@@ -28,8 +28,11 @@ def rewrite_between(module: fx.GraphModule, run: FakeRun, rewrite: Rewrite) -> N
     functional, it would hand on a copy and take the two for separate.
     """
     stretches = [stretch for stretch in find_stretches(module.graph) if _is_free(stretch, run)]
+    sources = {node.name: getattr(node, "_dynamo_source", None) for node in module.graph.find_nodes(op="placeholder")}
     fuse_by_partitions(module, [dict.fromkeys(stretch) for stretch in stretches], _PREFIX, always_return_tuple=True)
-    # Fusing makes the nodes anew, by the same names.
+    # Fusing makes the nodes anew, by the same names, and AOTAutograd asks inputs where they come from.
+    for node in module.graph.find_nodes(op="placeholder"):
+        node._dynamo_source = sources[node.name]
     by_name = {node.name: value for node, value in run.values.items()}
     values = {node: by_name[node.name] for node in module.graph.nodes if node.name in by_name}
     for call in [node for node in module.graph.nodes if node.op == "call_module" and _PREFIX in str(node.target)]:

@@ -204,7 +204,9 @@ def _files(built: Sequence[Built]) -> dict[str, bytes]:
         files[f"{name}/{LIBRARY}"] = (one.folder / LIBRARY).read_bytes()
         files[f"{name}/{EXTERNS}"] = (one.folder / EXTERNS).read_bytes()
         files[f"{name}/graph.txt"] = one.graph_text.encode()
-        files[f"{name}/report.json"] = canonical(without_times(one.report.to_dict()))
+        # What was confirmed now and what was remembered are one, so that two makes give one text.
+        told = one.report.to_dict() | one.report.to_kept()
+        files[f"{name}/report.json"] = canonical(without_times(told))
         example = example_of(one.tensors)
         if example is not None:
             files[f"{name}/example.safetensors"] = example

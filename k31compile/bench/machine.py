@@ -9,8 +9,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-KEEPING = {"MALLOC_MMAP_THRESHOLD_": "2147483647", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
-"""glibc's setting under which large temporaries stay with the process: the harder setting for the baselines."""
+KEEPING = {
+    "MALLOC_MMAP_THRESHOLD_": "2147483647",
+    "MALLOC_TRIM_THRESHOLD_": "2147483647",
+    "MALLOC_ARENA_MAX": "1",
+}
+"""glibc's setting under which large temporaries stay with the process: the harder setting for the baselines.
+
+One arena for all threads: only of that one malloc_trim gives everything back, which the measuring of memory needs.
+"""
 
 
 def machine_facts(threads: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from k31compile.bench.alternate import FEWEST_ROUNDS, alternate
 from k31compile.bench.case import OURS, Case, Thunk, Work
 from k31compile.bench.clock import Clock, calls_per_sample, clock_for, sample
+from k31compile.bench.failure import in_one_line
 from k31compile.bench.goals import Bound
 from k31compile.bench.memory import peak_extra_bytes
 from k31compile.bench.roof import Probed, cores_had
@@ -20,7 +21,6 @@ from k31compile.bench.statistics import quartiles, ratio_of
 
 ONE_THREAD = "k31 on one thread"
 """The opponent that a run with several threads has besides: what the threads are worth."""
-_ENOUGH = 0.85  # of the wall time of all threads: with less, a barrier waits for whoever was sent away
 _THREADS_GIVE = Bound(1.8)  # at two threads or more, where arithmetic is the limit
 
 
@@ -68,10 +68,10 @@ def measure_case(suite: str, case: Case, settings: Settings) -> list[Row]:
         clock = clock_for(settings.threads)
         roof = Probed(work.roof, clock)
         roof.ask()
-        had = [_cores_had(settings.threads)]
+        had = [cores_had(settings.threads)]
         taken = _samples([ours, *right], work, clock, settings)
         roof.ask()
-        had.append(_cores_had(settings.threads))
+        had.append(cores_had(settings.threads))
     goals = case.goals
     if work.roof is not None and work.roof.kind != "in place":
         goals = replace(goals, ratios={**goals.ratios, ONE_THREAD: _THREADS_GIVE})
@@ -88,8 +88,7 @@ def measure_case(suite: str, case: Case, settings: Settings) -> list[Row]:
         candidates = [variant for variant in right if variant.opponent == opponent]
         if candidates:
             _compare(row, ours, candidates, taken)
-        if min(had) < _ENOUGH:
-            row.refuse(f"others were at work: {min(had):.0%} of the threads' time was this process's")
+        row.refuse_where_others_worked(min(had))
         row.judge(goals)
         rows.append(row)
     return rows
@@ -107,10 +106,6 @@ def _others(work: Work, settings: Settings) -> list[_Variant]:
     return made
 
 
-def _cores_had(threads: int) -> float:
-    return cores_had(threads) if threads > 1 else 1.0
-
-
 def _on_one_thread(call: Callable[[], object]) -> object:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -121,18 +116,16 @@ def _on_one_thread(call: Callable[[], object]) -> object:
 
 
 def _call_first(variant: _Variant, work: Work, tolerance: float) -> None:
-    """Note extra memory of a call and what is wrong with its result. An opponent is compiled before.
+    """Note extra memory of a second call, and what is wrong with the result: the first compiles and loads code.
 
     An opponent that cannot be compiled or fails is left out; ours must not fail.
     """
     try:
-        if variant.opponent != OURS:
-            variant.call()
+        variant.call()
         variant.extra = peak_extra_bytes(variant.call)
         result = variant.call()
     except Exception as failure:  # another's compiler may fail in any way
-        first = next(iter(str(failure).strip().splitlines()), "")
-        why = f"{type(failure).__name__}: {first}"
+        why = in_one_line(failure)
         variant.error, variant.skipped = (why, "") if variant.opponent == OURS else ("", why)
         return
     variant.error = work.check(result, tolerance) or ""

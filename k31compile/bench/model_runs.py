@@ -74,11 +74,13 @@ def run_models(
     for case in cases:
         advance(case.full_name)
         with opened(case, settings, place) as variants:
+            had = [_asked(variants, {"task": "had"})]
             taken = _samples(variants, settings)
+            had.append(_asked(variants, {"task": "had"}))
             for variant in variants.values():
                 if variant.is_ready:
                     variant.extra = variant.worker.ask({"task": "extra"}, _SAMPLE_LIMIT)
-            part = _part(case, variants)
+            part = None if case.part is None else _asked(variants, {"task": "part", "case": case.full_name})
         for opponent in settings.against:
             row = row_of(SUITE, case, settings, variants, opponent)
             if row.is_open:
@@ -86,6 +88,7 @@ def run_models(
                 row.take(ratio_of(ours, other), quartiles(ours)[1], quartiles(other)[1])
                 row.peak_extra_bytes = variants[OURS].extra
                 row.other_peak_extra_bytes = variants[opponent].extra
+                row.refuse_where_others_worked(min(one for one in had if one is not None))
                 row.details |= {} if part is None else {"part_seconds": part / 1e9}
                 row.judge(case.goals)
             rows.append(row)
@@ -132,11 +135,11 @@ def row_of(suite: str, case: ModelCase, settings: Settings, variants: Mapping[st
     return row
 
 
-def _part(case: ModelCase, variants: Mapping[str, Variant]) -> float | None:
-    """Nanoseconds of what must grow in our call."""
-    if case.part is None or OURS not in variants or not variants[OURS].is_ready:
+def _asked(variants: Mapping[str, Variant], task: Mapping[str, Any]) -> float | None:
+    """What the process of ours answers, None where it did not come so far."""
+    if OURS not in variants or not variants[OURS].is_ready:
         return None
-    answer: float | None = variants[OURS].worker.ask({"task": "part", "case": case.full_name}, _SAMPLE_LIMIT)
+    answer: float | None = variants[OURS].worker.ask(task, _SAMPLE_LIMIT)
     return answer
 
 

@@ -32,7 +32,12 @@ def probe(kind: str, clock: Clock) -> float:
 
 
 def cores_had(threads: int) -> float:
-    """How much of so many threads' wall time this process got during a product: below 1 others were at work."""
+    """How much of so many threads' wall time this process got during a product: below 1 others were at work.
+
+    1 for one thread, whose CPU time does not see others.
+    """
+    if threads == 1:
+        return 1.0
     matrix = _matrix(torch.float32)
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(_REPEATS):

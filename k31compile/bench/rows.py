@@ -8,6 +8,7 @@ from typing import Any
 from k31compile.bench.goals import UNTOLD, Goals
 from k31compile.bench.statistics import Ratio
 
+_ENOUGH = 0.85  # of the wall time of all threads: with less, a barrier waits for whoever was sent away
 SUITES = ("operators", "models", "compile")
 
 
@@ -82,10 +83,11 @@ class Row:
         self.low, self.high = in_short(measured.low), in_short(measured.high)
         self.seconds, self.other_seconds = ours / 1e9, other / 1e9
 
-    def refuse(self, why: str) -> None:
-        """Take the ratio back, and with it every verdict on times: the machine was not ours."""
-        self.noisy, self.ratio, self.roof = True, None, None
-        self.details["refused"] = why
+    def refuse_where_others_worked(self, had: float) -> None:
+        """Take the ratio back, and every verdict on times, where the run had too little of its threads' time."""
+        if had < _ENOUGH:
+            self.noisy, self.ratio, self.roof = True, None, None
+            self.details["refused"] = f"others were at work: {had:.0%} of the threads' time was this process's"
 
     def judge(self, goals: Goals) -> None:
         """Hold what was measured against what is wanted."""

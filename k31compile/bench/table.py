@@ -91,7 +91,13 @@ def title(machine: Mapping[str, Any], versions: Mapping[str, str]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """How many rows meet goal, floor, neither, or could not be told."""
-    words = [word for row in rows for word in _verdicts(row).values()]
+    # roof, time and memory of a case are the same in its rows of all opponents
+    told = {
+        (row.suite, row.name, row.case, kind, row.against if kind in ("ratio", "memory") else ""): word
+        for row in rows
+        for kind, word in _verdicts(row).items()
+    }
+    words = list(told.values())
     counts = {word: words.count(word) for word in (GOAL_MET, FLOOR_MET, BELOW, UNTOLD)}
     failed, skipped = (sum(bool(getattr(row, name)) for row in rows) for name in ("error", "skipped"))
     return (

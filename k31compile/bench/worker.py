@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from k31compile.bench.failure import in_one_line
+
 Task = Mapping[str, Any]
 Answers = Mapping[str, Callable[[Task], Any]]
 """What each kind of task is answered with: a JSON value."""
@@ -27,6 +29,5 @@ def _answer(task: Task, answers: Answers, out: TextIO) -> None:
         answer = {"answer": answers[task["task"]](task)}
     except Exception as error:  # a case that fails is told, and the next one may work
         traceback.print_exc()
-        first = next(iter(str(error).strip().splitlines()), "")
-        answer = {"error": f"{type(error).__name__}: {first}"}
+        answer = {"error": in_one_line(error)}
     print(json.dumps(answer), file=out, flush=True)

@@ -30,8 +30,8 @@ extern "C" __attribute__((visibility("default"))) int k31_probe() { return omp_g
 """
 # Those of k31compile.kernels.cpu.build, which cannot be asked: it stands behind an import of torch.
 _FLAGS = (
-    *("-std=c++17", "-O3", "-fopenmp", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
-    "-march=native",
+    *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
+    *("-march=native", "-shared"),
 )
 _TELLING = re.compile(r"^[\w.]*(?:Error|Exception)\b|\berror: ")
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")

@@ -7,13 +7,17 @@ They stand for the functional operators in what a target builds, never in a grap
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from k31compile.kernels.library import LIBRARY
+from k31compile.kernels.library import LIBRARY, register_kernel
 from k31compile.kernels.registry import Operator, Provider
+
+IN_PLACE: dict[str, Callable[..., Any]] = {}
+"""What serves each in-place form on the CPU where the built library does not."""
 
 
 def register_in_place_form(
@@ -28,10 +32,10 @@ def register_in_place_form(
     """
     name = schema.partition("(")[0]
 
-    def by_copy(*args: Any, rows: torch.Tensor | None = None, **options: Any) -> Any:
+    def by_copy(functional: Callable[..., Any], *args: Any, rows: torch.Tensor | None = None, **options: Any) -> Any:
         pool = args[state]
         before = pool if rows is None else pool[rows]
-        *results, last = operator.run(*args[:state], before, *args[state + 1 :], **options)
+        *results, last = functional(*args[:state], before, *args[state + 1 :], **options)
         if rows is None:
             pool.copy_(last)
         else:
@@ -42,8 +46,9 @@ def register_in_place_form(
         for provider in providers:
             if provider.available()[0] and provider.declines(*args, **options) is None:
                 return provider.run(*args, **options)
-        return by_copy(*args, **options)
+        return by_copy(operator.run, *args, **options)
 
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"k31::{name}", fake, lib=LIBRARY)
-    LIBRARY.impl(name, run, "CPU")
+    register_kernel(name, run, functools.partial(by_copy, operator.reference))
+    IN_PLACE[name] = run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,22 +36,28 @@ def register_operator(
     # pt2_compliant: fake and real agree (the suite runs opcheck on each operator).
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"k31::{name}", fake, lib=LIBRARY)
-    # One kernel for all devices: that of the CPU comes from the built library, once it is loaded, and passes on to
-    # this one what it does not serve (cpu/torch_calls.cpp).
-    LIBRARY.impl(name, _by_device(operator), "CompositeExplicitAutograd")
+    register_kernel(name, operator.run, reference)
     OPERATORS[name] = operator
     return operator
 
 
-def _by_device(operator: Operator) -> Callable[..., Any]:
-    """The operator's kernel for all devices: its providers on the CPU, its reference elsewhere."""
+def register_kernel(name: str, on_cpu: Callable[..., Any], elsewhere: Callable[..., Any]) -> None:
+    """Serve ``k31::<name>`` by one function where all tensors are on the CPU and by another elsewhere.
+
+    To torch both are one kernel for all devices. That of the CPU alone comes from the built library, once it is loaded,
+    and passes on to this one what it does not serve (cpu/torch_calls.cpp).
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if isinstance(args[0], list) else args[:1]
-        on_cpu = all(tensor.is_cpu for tensor in first)
-        return (operator.run if on_cpu else operator.reference)(*args, **kwargs)
+        return (on_cpu if _are_on_cpu(args) else elsewhere)(*args, **kwargs)
 
-    return run
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+
+
+def _are_on_cpu(args: Iterable[Any]) -> bool:
+    return all(
+        arg.is_cpu if isinstance(arg, torch.Tensor) else not isinstance(arg, list) or _are_on_cpu(arg) for arg in args
+    )
 
 
 def reference_provider(reference: Callable[..., Any]) -> Provider:

@@ -18,7 +18,7 @@ from k31compile.weights.blocks import blocks_of, matrices_of
 from k31compile.weights.checkpoint import INDEX_FILE, Checkpoint, Shard, open_checkpoint
 from k31compile.weights.journal import Finished, Journal, alone_in
 from k31compile.weights.plan import LAYOUTS, Plan, Step, make_plan
-from k31compile.weights.record import KEY, NZ, FileRecord, TensorRecord
+from k31compile.weights.record import KEY, NZ, FileRecord, TensorRecord, read_record
 from k31compile.weights.rules import Choose, by_name
 from k31compile.weights.tensor_file import HashingWriter, signature, write_header
 
@@ -123,13 +123,18 @@ def _pieces(step: Step) -> Iterator[bytes | memoryview]:
     return matrices_of(file, step.tensor, step.before.shape)
 
 
-def _metadata(plan: Plan, shard: Shard, source_hash: str) -> dict[str, str]:
+def _metadata(plan: Plan, shard: Shard, source_hash: str) -> dict[str, str] | None:
+    """What a file says of itself; None where it has no metadata at all."""
+    record = read_record(shard.file)
+    is_said_empty = shard.file.is_said_empty if record is None else record.is_said_empty
     kept = {key: value for key, value in shard.file.metadata.items() if key != KEY}
     steps = list(plan.of(shard))
     if all(step.layout != NZ for step in steps):
-        return kept
+        return kept if kept or is_said_empty else None
     tensors = {s.tensor.name: TensorRecord(s.layout, s.before.shape, s.before.dtype) for s in steps}
-    return kept | {KEY: FileRecord(f"k31compile {version('k31compile')}", source_hash, tensors).to_text()}
+    return kept | {
+        KEY: FileRecord(f"k31compile {version('k31compile')}", source_hash, tensors, is_said_empty).to_text()
+    }
 
 
 def _write_beside(plan: Plan, folder: Path) -> None:

@@ -25,15 +25,22 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Who wrote a file, from the bytes of which source (SHA-256), and how its tensors are stored."""
+    """Who wrote a file, from the bytes of which source (SHA-256), and how its tensors are stored.
+
+    `is_said_empty`: the source had metadata without an entry, and gets it back.
+    """
 
     tool: str
     source_sha256: str
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    is_said_empty: bool = False
 
     def to_text(self) -> str:
         """The record as the metadata holds it: the same text for the same facts."""
-        return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":"), sort_keys=True)
+        facts = {"version": VERSION, **asdict(self)}
+        if not self.is_said_empty:
+            del facts["is_said_empty"]
+        return json.dumps(facts, separators=(",", ":"), sort_keys=True)
 
 
 def read_record(file: TensorFile) -> FileRecord | None:
@@ -52,7 +59,8 @@ def read_record(file: TensorFile) -> FileRecord | None:
             name: TensorRecord(str(entry["layout"]), _shape_of(entry["shape"]), str(entry["dtype"]))
             for name, entry in data["tensors"].items()
         }
-        record = FileRecord(str(data["tool"]), str(data["source_sha256"]), tensors)
+        is_said_empty = data.get("is_said_empty", False) is True
+        record = FileRecord(str(data["tool"]), str(data["source_sha256"]), tensors, is_said_empty)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightFileError(f"its record of layouts is damaged: {error!r}", where=str(file.path)) from error
     if version != VERSION:

@@ -40,12 +40,16 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """The header of a safetensors file; tensors in the order in which the header has them."""
+    """The header of a safetensors file; tensors in the order in which the header has them.
+
+    `is_said_empty`: it has metadata without an entry, which is not the same bytes as none.
+    """
 
     path: Path
     metadata: Mapping[str, str]
     tensors: tuple[StoredTensor, ...]
     data_start: int
+    is_said_empty: bool = False
 
     def pieces(self, tensor: StoredTensor, size: int = _PIECE) -> Iterator[bytes]:
         """The bytes of a tensor, at most `size` at a time."""
@@ -85,12 +89,13 @@ def read_tensor_file(path: Path) -> TensorFile:
         raise WeightFileError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
     except (SafetensorError, ValueError) as error:
         raise WeightFileError(f"the file is cut off or no safetensors file: {error}", where=str(path)) from error
+    is_said_empty = header.get(_METADATA) == {}
     metadata = header.pop(_METADATA, None) or {}
     tensors = tuple(
         StoredTensor(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
         for name, entry in header.items()
     )
-    return TensorFile(path, metadata, tensors, 8 + size)
+    return TensorFile(path, metadata, tensors, 8 + size, is_said_empty)
 
 
 class HashingWriter:
@@ -110,9 +115,11 @@ class HashingWriter:
         return self._digest.hexdigest()
 
 
-def write_header(out: HashingWriter, metadata: Mapping[str, str], tensors: Mapping[str, tuple[str, Any, int]]) -> None:
+def write_header(
+    out: HashingWriter, metadata: Mapping[str, str] | None, tensors: Mapping[str, tuple[str, Any, int]]
+) -> None:
     """Write length and header; `tensors` is name -> (dtype, shape, bytes) in the order in which their bytes follow."""
-    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     at = 0
     for name, (dtype, shape, nbytes) in tensors.items():
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}

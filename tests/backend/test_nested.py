@@ -262,6 +262,22 @@ def test_memory_between_regions(kind: type[nn.Module], eager: Any) -> None:
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_what_stands_between_regions_is_built_by_inductor() -> None:
+    class Behind(Around):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return eight(self.through(x))
+
+    torch.manual_seed(6)
+    model = Behind().eval()
+    x = torch.randn(2, 4, WIDTH)
+    with torch.no_grad():
+        expected = model(x)
+        got = k31compile.compile(model, cache=False)(x)
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert any("nested regions" in note for note in last_report().notes)
+
+
 def test_inputs_that_share_memory_are_not_taken_for_separate(eager: Any) -> None:
     class Two(Around):
         def forward(self, x: torch.Tensor, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,11 @@ def test_errors_and_what_is_not_measured_are_told(rows: list[Row]) -> None:
     assert summary(rows).endswith("5 rows, 1 of them wrong, 1 not measured")
 
 
+def test_the_roof_of_a_case_counts_once_however_many_it_is_compared_with(rows: list[Row]) -> None:
+    assert summary(rows[1:2]).startswith("0 goals met, 2 at the floor only, 1 below it")
+    assert summary(rows[1:3]).startswith("0 goals met, 2 at the floor only, 2 below it")
+
+
 def test_the_page_needs_nothing_else_and_is_closed(rows: list[Row]) -> None:
     text = results_html("k31 bench --only '<x>'", rows, MACHINE, VERSIONS)
     for forbidden in ("<script", "http", "src=", "@import", "<1>", "<x>", "<k>"):

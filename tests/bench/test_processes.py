@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from k31compile import Entry
+from k31compile.bench.failure import in_one_line
 from k31compile.bench.machine import KEEPING, machine_facts, version_facts
 from k31compile.bench.model_worker import differs, numbers_of, write_reference
 from k31compile.bench.models import model_cases
@@ -69,6 +70,34 @@ def test_workers_keep_large_temporaries_and_have_the_threads_of_the_run(worker: 
     assert worker.ask({"task": "environment", "names": names}, 60) == [*KEEPING.values(), "1"]
 
 
+MEASURE = """
+import torch
+from k31compile.bench.memory import peak_extra_bytes
+from k31compile.bench.worker import serve
+
+torch.set_num_threads(1)
+
+def three(mebibytes):
+    first = torch.ones(mebibytes << 18)
+    return (first + first * 2).sum()
+
+for size in (2, 16, 24, 4, 8):
+    three(size)
+serve({"measure": lambda task: [peak_extra_bytes(lambda: three(size)) for size in task["sizes"]]})
+"""
+
+
+def test_temporaries_are_seen_each_time_although_the_heap_keeps_them() -> None:
+    worker, sizes = Worker(["-c", MEASURE], environment(1)), [2, 8, 16, 4, 8, 16, 2]
+    try:
+        found = worker.ask({"task": "measure", "sizes": sizes}, 120)
+    finally:
+        worker.stop()
+    if None in found:
+        pytest.skip("this kernel does not tell resident peaks")
+    assert all(abs(one / 2**20 - 3 * size) < 1 for one, size in zip(found, sizes, strict=True)), found
+
+
 def test_facts_are_those_of_this_process() -> None:
     machine, versions = machine_facts(1), version_facts()
     assert machine["time"] == "CPU time of the one thread"
@@ -76,6 +105,18 @@ def test_facts_are_those_of_this_process() -> None:
     assert isinstance(machine["malloc_keeps_temporaries"], bool)
     assert versions["torch"] == torch.__version__
     assert versions["python"] == sys.version.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no such\nthing", "ValueError: no such"),
+        ("backend='k31' raised:\n\n  K31-0201: a reason\nmore", "ValueError: backend='k31' raised: K31-0201: a reason"),
+        ("", "ValueError"),
+    ],
+)
+def test_a_failure_is_one_line_that_tells_something(text: str, told: str) -> None:
+    assert in_one_line(ValueError(text)) == told
 
 
 class Doubling(torch.nn.Module):

@@ -32,8 +32,13 @@ def open_(task):
     found = {"first_seconds": 1.0, "first_cpu_seconds": 2.0, "resident_peak": 1000, "wrong": "", "fused": {}}
     return {**found, **state, "variant": task["variant"], "pid": os.getpid()}
 
-told = {"sample": lambda task: state["takes"], "extra": lambda task: state.get("extra")}
-serve({"open": open_, "part": lambda task: None, **told})
+serve({
+    "open": open_,
+    "had": lambda task: state.get("had", 1.0),
+    "sample": lambda task: state["takes"],
+    "extra": lambda task: state.get("extra"),
+    "part": lambda task: None,
+})
 """
 EAGER, OURS, INDUCTOR = {"takes": 4e6, "extra": 80}, {"takes": 1e6, "extra": 20}, {"takes": 2e6, "extra": 40}
 
@@ -67,6 +72,13 @@ def test_variants_sample_in_processes_of_their_own(measured) -> None:
     assert rows["eager"].memory_verdict == "goal"
 
 
+def test_wall_times_mean_nothing_while_others_work(measured) -> None:
+    rows = measured(k31={**OURS, "had": 0.5})
+    assert all(row.ratio is None and row.noisy for row in rows.values())
+    assert rows["inductor"].verdict == "noisy"
+    assert rows["inductor"].details["refused"].startswith("others were at work: 50%")
+
+
 def test_a_wrong_model_is_an_error_and_never_timed(measured) -> None:
     rows = measured(k31={**OURS, "wrong": "result 0 is far away"})
     assert all(row.error == "k31: result 0 is far away" and row.ratio is None for row in rows.values())
@@ -82,8 +94,8 @@ def test_an_opponent_that_dies_or_takes_too_long_is_left_out(measured) -> None:
     rows = measured(inductor={"dies": True})
     assert rows["inductor"].skipped == "inductor: the process ended with 9: out of memory"
     assert (rows["inductor"].error, rows["eager"].ratio) == ("", 4.0)
-    rows = measured(limit=3.0, inductor={"sleeps": True})
-    assert rows["inductor"].skipped == "inductor: stopped after 3 s"
+    rows = measured(limit=8.0, inductor={"sleeps": True})
+    assert rows["inductor"].skipped == "inductor: stopped after 8 s"
     assert rows["eager"].ratio == 4.0
 
 

@@ -58,7 +58,7 @@ def test_one_row_is_measured_and_written(tmp_path: Path, k31_json: RunJson) -> N
     assert row["low"] <= row["high"]
     assert row["noisy"] == (row["ratio"] is None)
     assert row["must"] == 1.4
-    assert set(data["machine"]["malloc"]) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+    assert set(data["machine"]["malloc"]) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX"}
     assert json.loads(file.read_text()) == data
     made_by = "k31 bench --against eager --only &#x27;indexer decode fp32 T=1 S=4096&#x27; --seconds 0.2"
     assert f"<code>{made_by}</code>" in page.read_text()

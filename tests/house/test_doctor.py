@@ -77,4 +77,4 @@ def test_it_names_the_remedy_where_torch_npu_breaks_torch(tmp_path: Path) -> Non
 
 
 def test_its_probe_is_built_as_the_kernels_are() -> None:
-    assert (*build._COMMON, *build.VARIANTS["fast"]) == doctor_module._FLAGS
+    assert (*build.UNIT_FLAGS, *build.VARIANTS["fast"], "-shared") == doctor_module._FLAGS

@@ -22,7 +22,7 @@ from k31compile.kernels.gated_delta import scalar_gated_provider
 
 sys.path.insert(0, str(Path(__file__).parent))  # delta_cases
 
-IMPLEMENTATIONS = ("cpu-fast", "cpu-portable", "cpu-wide", "reference")
+IMPLEMENTATIONS = ("cpu-fast", "cpu-portable", "cpu-avx2", "cpu-wide", "reference")
 
 
 def _pick(name, reference, make):

@@ -112,6 +112,24 @@ def kda_recurrent(draw):
     return _delta(draw, scalar=False, chunk=False)
 
 
+def _in_place(draw, call, place):
+    """The call with a state that is written to, or a pool of them and which are meant."""
+    arguments, options = call
+    arguments = [*arguments]
+    state = arguments[place].to(draw.one(torch.float32, torch.float32, torch.float32, torch.bfloat16))
+    if draw.chance():
+        states = state.shape[0] + draw.size(3)
+        rows = torch.randperm(states, generator=draw.numbers)[: state.shape[0]] - draw.one(0, 0, states)
+        options["rows"] = rows.to(draw.one(torch.int64, torch.int32))
+        state = torch.randn(states, *state.shape[1:], generator=draw.numbers).to(state.dtype)
+    arguments[place] = state
+    return tuple(arguments), options
+
+
+def kda_recurrent_(draw):
+    return _in_place(draw, kda_recurrent(draw), 5)
+
+
 def kda_chunk(draw):
     return _delta(draw, scalar=False, chunk=True)
 
@@ -191,6 +209,10 @@ def mega_kda(draw):
     return (x, weight, state if draw.chance() else None, *gates, *rest), options
 
 
+def mega_kda_(draw):
+    return _in_place(draw, mega_kda(draw), 7)
+
+
 def moe_gating_top_k(draw):
     groups, mode = draw.size(4), draw.one(0, 1)
     experts = groups * (draw.size(5) + 1)
@@ -224,6 +246,7 @@ OPERATORS = {
         lightning_indexer,
         sparse_flash_attention,
         kda_recurrent,
+        kda_recurrent_,
         kda_chunk,
         gated_delta_recurrent,
         gated_delta_chunk,
@@ -233,10 +256,13 @@ OPERATORS = {
         gated_rms_norm,
         skinny_linear,
         mega_kda,
+        mega_kda_,
         moe_gating_top_k,
         grouped_experts,
     )
 }
+STATES = {"kda_recurrent_": 5, "mega_kda_": 7}
+"""Which argument a call writes to."""
 WORDS = ("PA_BSND", "BSND", "score", "lowest", "VK", "swiglu", "silu", "after", "no such word")
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from k31compile.errors import BuildError
 from k31compile.kernels.cpu import build, loader
@@ -136,9 +137,13 @@ def test_the_key_names_everything_that_decides_the_bytes(monkeypatch):
     monkeypatch.setattr(build, "instruction_set", lambda: "avx512f")
     others.append(build.build_key("fast"))
     monkeypatch.setattr(build, "instruction_set", lambda: "avx2")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.13.1")
+        others.append(build.build_key("fast"))
+        assert build.build_key("portable") == others[0]  # which does not call torch
     monkeypatch.setattr(build, "sources", lambda: [])
     others.append(build.build_key("fast"))
-    assert len({base, *others}) == 5
+    assert len({base, *others}) == 6
 
 
 @needs_compiler

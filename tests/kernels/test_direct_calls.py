@@ -4,13 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from drawn_calls import OPERATORS, Draw, spoil
+from drawn_calls import OPERATORS, STATES, Draw, spoil
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import k31compile.kernels as kernels
 from k31compile.errors import OperatorError
 from k31compile.kernels.cpu import loader
 from k31compile.kernels.cpu.direct_calls import count_calls
+from k31compile.kernels.in_place import IN_PLACE
 
 DRAWN = 60
 SPOILT = 250
@@ -23,13 +24,21 @@ def _taken_over():
         pytest.skip(why)
 
 
-def outcome(run, arguments, options):
-    """What a call gives, or the type and text of its refusal."""
+def outcome(name, run, arguments, options):
+    """What a call gives, with the state that it wrote, or the type and text of its refusal; nothing stays written."""
+    state = arguments[STATES[name]] if name in STATES else None
+    memory = state.untyped_storage() if isinstance(state, torch.Tensor) else None
+    before = None if memory is None else memory.clone()
     try:
         given = run(*arguments, **options)
+        written = None if memory is None else state.clone()
     except Exception as error:
         return type(error), str(error)
-    return [given] if isinstance(given, torch.Tensor) else list(given)
+    finally:
+        if memory is not None:
+            memory.copy_(before)
+    given = [given] if isinstance(given, torch.Tensor) else list(given)
+    return given if written is None else [*given, written]
 
 
 def same(one, other):
@@ -47,7 +56,7 @@ def told(given):
 
 
 def through_python(name):
-    return kernels.OPERATORS[name].run
+    return IN_PLACE[name] if name in IN_PLACE else kernels.OPERATORS[name].run
 
 
 def called(name):
@@ -59,7 +68,7 @@ def test_the_same_bits_as_through_python(name):
     before = count_calls(name)
     for seed in range(DRAWN):
         call = OPERATORS[name](Draw(seed))
-        direct, detour = outcome(called(name), *call), outcome(through_python(name), *call)
+        direct, detour = (outcome(name, run, *call) for run in (called(name), through_python(name)))
         assert isinstance(detour, list), f"seed {seed}: {detour}"
         assert same(direct, detour), f"seed {seed}"
     served, passed_on = (now - then for now, then in zip(count_calls(name), before, strict=True))
@@ -73,8 +82,7 @@ def test_what_is_wrong_is_refused_as_through_python(name):
     for seed in range(SPOILT):
         draw = Draw(seed)
         call = spoil(draw, *OPERATORS[name](draw))
-        detour = outcome(through_python(name), *call)
-        direct = outcome(called(name), *call)
+        detour, direct = (outcome(name, run, *call) for run in (through_python(name), called(name)))
         if isinstance(detour, tuple) and not issubclass(detour[0], OperatorError):
             # Torch's schema refuses such an argument before any of us sees it, in its own words.
             assert isinstance(direct, tuple), f"seed {seed}: {detour}"
@@ -85,8 +93,8 @@ def test_what_is_wrong_is_refused_as_through_python(name):
 
 
 def test_every_operator_is_taken_over():
-    assert set(kernels.OPERATORS) == set(OPERATORS), "each operator has drawn calls here"
-    unknown = [name for name in kernels.OPERATORS if count_calls(name) is None]
+    assert {*kernels.OPERATORS, *IN_PLACE} == set(OPERATORS), "each operator has drawn calls here"
+    unknown = [name for name in OPERATORS if count_calls(name) is None]
     assert not unknown, f"{unknown}: their schemas are not those of cpu/torch_calls.cpp"
     assert count_calls("no_such_operator") is None
 

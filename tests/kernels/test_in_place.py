@@ -12,7 +12,7 @@ from k31compile.kernels.cpu.delta_rule import recurrent_in_place_provider
 from k31compile.kernels.cpu.mega_kda import mega_kda_in_place_provider
 
 SIZES = [(2, 1, 3, 5, 7), (3, 2, 4, 128, 128), (1, 3, 2, 40, 24), (2, 1, 2, 16, 150), (2, 8, 1, 33, 65)]
-VARIANTS = ("fast", "portable", "wide")
+VARIANTS = ("fast", "portable", "avx2", "wide")
 ROWS = torch.tensor([5, -6, 3])
 STATES = 7
 

@@ -11,6 +11,8 @@ from torch import Tensor, fx
 
 from k31compile.errors import NativeError
 from k31compile.graph.trace import trace_functional
+from k31compile.kernels.cpu import loader
+from k31compile.kernels.cpu.direct_calls import count_calls
 from k31compile.targets.native.build import EXTERNS, LIBRARY, build_native
 from k31compile.targets.native.load import load_native
 
@@ -176,3 +178,23 @@ def test_a_file_that_is_no_library_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / EXTERNS).write_bytes(b'{"nodes": []}')
     with pytest.raises(NativeError, match="does not load"):
         load_native(tmp_path, {"tensors": [0], "outputs": [{"library": 0}]})
+
+
+def test_operators_in_a_library_are_called_without_python(tmp_path: Path) -> None:
+    usable, why = loader.available()
+    if not usable or count_calls("gated_rms_norm") is None:
+        pytest.skip(why)
+
+    def program(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.k31.gated_rms_norm(x + 1, gate, weight, eps=1e-5) * 2
+
+    tensors = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8)
+    run = compiled(program, tmp_path)
+    with torch.no_grad():
+        run(*tensors)
+        before = count_calls("gated_rms_norm")
+        made = run(*tensors)
+        counted = count_calls("gated_rms_norm")
+    assert before is not None
+    assert counted == (before[0] + 1, before[1])
+    torch.testing.assert_close(made, program(*tensors))

@@ -73,6 +73,18 @@ def test_metadata_that_is_null(tmp_path):
     assert (tmp_path / "nd" / "w.safetensors").read_bytes().endswith(bytes(range(256)) * 8)
 
 
+@pytest.mark.parametrize("said", [{}, {"__metadata__": {}}, {"__metadata__": {"format": "pt"}}])
+def test_what_a_file_says_of_itself_comes_back(tmp_path, said):
+    """No metadata, and metadata without an entry, are other bytes."""
+    header = {**said, "w": {"dtype": "BF16", "shape": [32, 32], "data_offsets": [0, 2048]}}
+    write_raw(tmp_path / "w.safetensors", header, bytes(range(256)) * 8)
+    convert(tmp_path / "w.safetensors", tmp_path / "nz")
+    convert(tmp_path / "nz", tmp_path / "nd", "nd")
+    data = (tmp_path / "nd" / "w.safetensors").read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    assert json.loads(data[8 : 8 + size]) == header
+
+
 @pytest.mark.parametrize("metadata", [None, [], {"sha256": {"gone": "0", "w": "1"}}, {"sha256": []}])
 def test_the_metadata_of_an_index_may_be_anything(tmp_path, metadata):
     source = tmp_path / "source"

@@ -63,19 +63,22 @@ def _make() -> Work:
     a_log, dt_bias = torch.rand(_HEADS), -5 * torch.rand(_HEADS, _WIDTH)
     raw_beta, first = torch.randn(1, 1, _HEADS).bfloat16(), torch.randn(1, _HEADS, _WIDTH, _WIDTH)
     gates = (raw_gate, a_log, dt_bias, raw_beta)
-    places = Places([first.clone() for _ in range(-(-_ROTATED // first.nbytes) + 1)])
+    count = -(-_ROTATED // first.nbytes) + 1
+    places = Places([first.clone() for _ in range(count)])
+    # Ours in places of their own: what it writes in place is no other's state.
+    own = Places([first.clone() for _ in range(count)]).walk()
 
     def bind(function: Callable[..., Any]) -> Thunk:
         states = places.walk()
         return lambda: function(x, conv_weight, conv_state, *gates, out_gate, norm_weight, next(states))
 
-    ours_states = places.walk()
-
     def ours() -> Any:
-        return torch.ops.k31.mega_kda(
-            [x], [conv_weight], [conv_state], *gates, next(ours_states), out_gate, norm_weight, norm_eps=_EPS,
+        state = next(own)
+        result, kept = torch.ops.k31.mega_kda_(
+            [x], [conv_weight], [conv_state], *gates, state, out_gate, norm_weight, norm_eps=_EPS,
             lower_bound=_BOUND, scale=_WIDTH**-0.5, dtype=torch.bfloat16,
         )  # fmt: skip
+        return result, kept, state
 
     # in float64 from the operands as they are stored; the convolution is rounded to the dtype of x by all
     named = (x, conv_weight, conv_state, *gates, out_gate, norm_weight, first)

@@ -44,14 +44,17 @@ _REMEDIES = {
 
 
 def check_flags(promised: Mapping[str, Any]) -> None:
-    """Raise Mismatch unless the flags of this process are those of the compile, and a call is a plain one."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise Mismatch("the call", "is inside of a transform of torch.func", "a call with tensors as they are")
+    """Raise Mismatch unless the flags of this process are those of the compile."""
     now = current_flags()
     if now == promised:
         return
     name = next(name for name in now if now[name] != promised.get(name))
     raise Mismatch(f"the flag {name}", f"is {now[name]}", f"{promised.get(name)}, set by {_REMEDIES[name]}")
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of torch.func is under way: tensors are not what they look like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 import k31compile.kernels  # noqa: F401  (registers the operators)
 from k31compile.cache.artefact.container import Opened, open_artefact
 from k31compile.cache.artefact.example import example_tensors
-from k31compile.cache.artefact.flags import check_machine, kernels_digest, missing_operators
+from k31compile.cache.artefact.flags import check_machine, is_in_transform, kernels_digest, missing_operators
 from k31compile.cache.artefact.payloads import check_payload
 from k31compile.cache.artefact.program import Program
 from k31compile.cache.artefact.tensors import ALL_TENSORS_FIT, Mismatch
@@ -67,6 +67,9 @@ class Artefact:
         """
         if self.payloads:
             raise _needs_device(self.payloads[0], str(self.path))
+        if is_in_transform():
+            what = "the call is inside of a transform of torch.func, allowed is a call with tensors as they are"
+            raise CallRefusedError(what, str(self.path))
         refused: list[tuple[Program, Mismatch]] = []
         for program in self._order:
             try:

@@ -34,7 +34,7 @@ struct AttentionCall {
     int64_t failed;
 };
 
-constexpr int64_t KEYS = 2 * ROW_BLOCK;    // gathered rows of 576 floats stay in the second-level cache
+constexpr int64_t KEYS = 4 * ROW_BLOCK;    // gathered rows of 576 floats stay in the second-level cache
 constexpr int64_t HEAD_TILE = 4;           // divides every LANES
 
 // Sizes that follow from a call, in elements or numbers.
@@ -72,8 +72,29 @@ struct Partial {
 // A maximum that can be subtracted: -inf stands for "nothing yet" and must not make inf - inf.
 K31_INLINE Floats subtractable(Floats top) { return top == -__builtin_inff() ? Floats{} : top; }
 
+// Rows that are needed soon, fetched a few at a time between other work: the outer caches take only so many at once.
+struct Expected {
+    const AttentionCall& call;
+    const RequestCache& cache;
+    int64_t head;
+    const int64_t* positions;
+    int64_t count;
+
+    void fetch(int64_t rows) {
+        for (; rows > 0 && count > 0; rows--, count--, positions++) {
+            part(call.key, call.width);
+            if (call.rope_width) part(call.key_rope, call.rope_width);
+            if (call.value.data != call.key.data) part(call.value, call.value_width);
+        }
+    }
+    void part(const Operand& from, int64_t width) const {
+        prefetch_far(cache.row(from, *positions, head), width * size_of(from.dtype));
+    }
+};
+
 template <class Dot> struct Block {
     using Element = typename Dot::Element;
+    const char *rows[KEYS], *ropes[KEYS];  // the keys as elements, here or in the cache itself, and their ropes
     char* keys;        // [KEYS][depth] elements, the rope after the rest
     char* values;      // FloatDot: [KEYS][value_lanes] floats; PairDot: [KEYS / 2][value_lanes] pairs of keys
     float* logits;     // [KEYS][head_lanes]; FloatDot's weights too
@@ -82,30 +103,41 @@ template <class Dot> struct Block {
 
     static Block carve(Carver& from, const Shape<Dot>& s) {
         // One vector more than the rows: the last tile of the values reads whole vectors.
-        return {from.take<char>((KEYS * s.depth + LANES) * 4), from.take<char>((KEYS * s.value_lanes + LANES) * 4),
-                from.take<float>(KEYS * s.head_lanes), from.take<Words>(KEYS / 2 * s.head_lanes / LANES),
-                from.take<float>(s.head_lanes)};
+        Block block;
+        block.keys = from.take<char>((KEYS * s.depth + LANES) * 4);
+        block.values = from.take<char>((KEYS * s.value_lanes + LANES) * 4);
+        block.logits = from.take<float>(KEYS * s.head_lanes);
+        block.weights = from.take<Words>(KEYS / 2 * s.head_lanes / LANES);
+        block.decay = from.take<float>(s.head_lanes);
+        return block;
     }
 
     void gather(const AttentionCall& call, const Shape<Dot>& s, const RequestCache& cache, int64_t head,
-                const int64_t* positions, int64_t n, int64_t ahead);
-    void score(const Shape<Dot>& s, const Element* query, int64_t n, float scale, const float* biases);
+                const int64_t* positions, int64_t n);
+    void score(const Shape<Dot>& s, const Element* query, int64_t n, float scale, const float* biases,
+               Expected& expected);
     void weigh(const Shape<Dot>& s, int64_t n, Partial& state);
-    void mix(const Shape<Dot>& s, int64_t n, Partial& state) const;
+    void mix(const Shape<Dot>& s, int64_t n, Partial& state, Expected& expected) const;
 };
 
-// Copy n named rows here, as elements; the `ahead` positions that follow them are fetched meanwhile.
+// Bring n named rows here as elements; keys that are pairs already stay where they are.
 template <class Dot>
 void Block<Dot>::gather(const AttentionCall& call, const Shape<Dot>& s, const RequestCache& cache, int64_t head,
-                        const int64_t* positions, int64_t n, int64_t ahead) {
+                        const int64_t* positions, int64_t n) {
+    const bool direct = Dot::PER_ELEMENT == 2 && in_place<Dot>(call.key.dtype, call.width) &&
+                        in_place<Dot>(call.key_rope.dtype, call.rope_width);
     const char* previous = nullptr;
     for (int64_t j = 0; j < n; j++) {
-        if (j < ahead) prefetch(cache.row(call.key, positions[n + j], head), call.width * size_of(call.key.dtype));
         char* key = keys + j * s.depth * 4;
-        copy_row(Dot{}, cache.row(call.key, positions[j], head), call.key.dtype, call.width, key);
-        if (call.rope_width)
-            copy_row(Dot{}, cache.row(call.key_rope, positions[j], head), call.key_rope.dtype, call.rope_width,
-                     key + s.key_depth * 4);
+        rows[j] = cache.row(call.key, positions[j], head);
+        ropes[j] = call.rope_width ? cache.row(call.key_rope, positions[j], head) : rows[j];
+        if (!direct) {
+            copy_row(Dot{}, rows[j], call.key.dtype, call.width, key);
+            if (call.rope_width)
+                copy_row(Dot{}, ropes[j], call.key_rope.dtype, call.rope_width, key + s.key_depth * 4);
+            rows[j] = key;
+            ropes[j] = key + s.key_depth * 4;
+        }
         const char* value = cache.row(call.value, positions[j], head);
         if constexpr (Dot::PER_ELEMENT == 1) {
             if (!s.value_is_key)
@@ -116,31 +148,38 @@ void Block<Dot>::gather(const AttentionCall& call, const Shape<Dot>& s, const Re
         }
         previous = value;
     }
+    // Whole tiles: what these rows give is dropped.
+    for (int64_t j = n; j < KEYS; j++) {
+        rows[j] = rows[n - 1];
+        ropes[j] = ropes[n - 1];
+    }
 }
 
 // logits[j][h] = scale * key_j . query_h, for VECS head vectors.
 template <class Dot, int VECS>
-void score_heads(const char* const* rows, int64_t n, int64_t depth, const typename Dot::Element* panel, float scale,
-                 float* logits, int64_t stride) {
+void score_heads(const Block<Dot>& block, const Shape<Dot>& s, int64_t n, const typename Dot::Element* panel,
+                 float scale, float* logits, Expected& expected) {
     constexpr int ROWS = TILE_ROWS<VECS>;
     for (int64_t j = 0; j < n; j += ROWS) {
+        expected.fetch(ROWS / 2);
         Floats dots[ROWS][VECS] = {};
-        dot_tile<Dot, ROWS, VECS>(rows + j, depth, panel, dots);
+        dot_tile<Dot, ROWS, VECS>(block.rows + j, s.key_depth, panel, dots);
+        if (s.depth > s.key_depth)
+            dot_tile<Dot, ROWS, VECS>(block.ropes + j, s.depth - s.key_depth, panel + s.key_depth * VECS * LANES, dots);
         for (int m = 0; m < ROWS; m++)
-            for (int v = 0; v < VECS; v++) store(logits + (j + m) * stride + v * LANES, dots[m][v] * scale);
+            for (int v = 0; v < VECS; v++) store(logits + (j + m) * s.head_lanes + v * LANES, dots[m][v] * scale);
     }
 }
 
 // `biases` holds what a float mask adds to each key's logits, and is null without one.
 template <class Dot>
-void Block<Dot>::score(const Shape<Dot>& s, const Element* query, int64_t n, float scale, const float* biases) {
-    const char* rows[KEYS];
-    for (int64_t j = 0; j < KEYS; j++) rows[j] = keys + std::min(j, n - 1) * s.depth * 4;
+void Block<Dot>::score(const Shape<Dot>& s, const Element* query, int64_t n, float scale, const float* biases,
+                       Expected& expected) {
     const int64_t vectors = s.head_lanes / LANES;
     for (int64_t v = 0; v < vectors;) {
         const int width = panel_width(vectors - v);
         auto heads = width == 1 ? score_heads<Dot, 1> : width == 2 ? score_heads<Dot, 2> : score_heads<Dot, WIDEST>;
-        heads(rows, n, s.depth, query + v * LANES * s.depth, scale, logits + v * LANES, s.head_lanes);
+        heads(*this, s, n, query + v * LANES * s.depth, scale, logits + v * LANES, expected);
         v += width;
     }
     if (!biases) return;
@@ -200,7 +239,8 @@ void mix_tile(const char* weights, int64_t head_lanes, const char* values, int64
         for (int v = 0; v < VECS; v++) store(output + h * output_stride + v * LANES, sum[h][v]);
 }
 
-template <class Dot> void Block<Dot>::mix(const Shape<Dot>& s, int64_t n, Partial& state) const {
+template <class Dot>
+void Block<Dot>::mix(const Shape<Dot>& s, int64_t n, Partial& state, Expected& expected) const {
     const bool shared = Dot::PER_ELEMENT == 1 && s.value_is_key;
     const char* from = shared ? keys : values;
     const int64_t stride = shared ? s.depth : s.value_lanes, depth = depth_of<Dot>(n);
@@ -210,9 +250,11 @@ template <class Dot> void Block<Dot>::mix(const Shape<Dot>& s, int64_t n, Partia
     for (int64_t d = 0; d < vectors;) {
         const int width = panel_width(vectors - d);
         const auto tile = width == 1 ? mix_tile<Dot, 1> : width == 2 ? mix_tile<Dot, 2> : mix_tile<Dot, WIDEST>;
-        for (int64_t h = 0; h < s.heads; h += HEAD_TILE)
+        for (int64_t h = 0; h < s.heads; h += HEAD_TILE) {
+            expected.fetch(2);
             tile(weight + h * 4, s.head_lanes, from + d * LANES * 4, stride, depth, decay + h,
                  state.output + h * s.value_lanes + d * LANES, s.value_lanes);
+        }
         d += width;
     }
 }

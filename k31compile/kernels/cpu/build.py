@@ -31,10 +31,12 @@ from k31compile.store import atomic_write, cache_dir, check_private, sha256_of
 
 _FOLDER = Path(__file__).parent
 # "fast" is what serves. The others force what other machines take, so that tests reach it on any machine: narrow
-# vectors and no special instruction; the widest vectors with bf16 pairs, as on AVX-512 with BF16.
+# vectors and no special instruction; AVX2 and nothing newer, where the machine is an x86; the widest vectors with bf16
+# pairs, as on AVX-512 with BF16.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "fast": ("-march=native",),
     "portable": ("-DK31_LANES=4",),
+    "avx2": ("-march=x86-64-v3",),
     "wide": ("-march=native", "-DK31_LANES=16", "-DK31_PAIRS", "-O1"),
 }
 SERVING = "fast"
@@ -74,6 +76,8 @@ def built_library(variant: str = "fast") -> Path:
     Raises BuildError when there is no compiler, the build fails, or the cache folder cannot be trusted.
     """
     command = compiler()
+    if variant == "avx2" and "avx2" not in instruction_set().split():
+        raise BuildError("this machine has no AVX2, and a library that uses it would end the process")
     try:
         folder = _private_folder()
         path = folder / f"cpu-{build_key(variant)}.so"

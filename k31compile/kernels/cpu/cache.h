@@ -99,6 +99,11 @@ K31_INLINE void prefetch(const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
+// The same into the outer caches only: what is fetched into the nearest one takes the places that its misses wait in.
+K31_INLINE void prefetch_far(const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 1);
+}
+
 // One piece of memory per call, shared out among its threads. A calling thread keeps its piece for its next call
 // (fresh pages cost more than a small decode step) unless it is large, and frees it when it ends.
 class Scratch {

@@ -1,7 +1,9 @@
 // What the functions of serve_*.cpp ask of tensors, and tensors as the kernels' structures have them: the part of
 // calls.py and of the checks in Python that the common case needs.
 #pragma once
+#include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "cache.h"
 #include "call_values.h"
@@ -98,6 +100,35 @@ class Integers : public InARow<int64_t> {
     }
     bool take(const Tensor* x) { return !x || take(*x); }
 };
+
+// Which states of a pool are read and written in place.
+class Places : public Integers {
+  public:
+    // False unless they are states of the pool, one a request and each of them once.
+    bool take(const Tensor* rows, int64_t requests, int64_t states) {
+        if (!rows) return true;
+        if (!has_shape(*rows, {requests}) || !Integers::take(*rows)) return false;
+        own_.assign(data(), data() + requests);
+        for (int64_t& row : own_) {
+            if (row < -states || row >= states) return false;
+            if (row < 0) row += states;
+        }
+        sorted_ = own_;
+        std::sort(sorted_.begin(), sorted_.end());
+        return std::adjacent_find(sorted_.begin(), sorted_.end()) == sorted_.end();
+    }
+    // Null where each request has the state of its number.
+    const int64_t* places() const { return own_.empty() ? nullptr : own_.data(); }
+
+  private:
+    std::vector<int64_t> own_, sorted_;
+};
+
+// Whether a kernel may write a state where it lies.
+inline bool is_writable(const Tensor& state) {
+    return state.kind == IS_FLOAT32 && is_readable(state) &&
+           std::find(state.strides, state.strides + state.dim, 0) == state.strides + state.dim;
+}
 
 // A bfloat16 number that becomes a float when it is read.
 struct Brain {

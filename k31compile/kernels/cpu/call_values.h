@@ -11,7 +11,7 @@ namespace k31 {
 enum Kind : int64_t { IS_FLOAT32 = 0, IS_BFLOAT16 = 1, IS_BOOL = 2, IS_INT32 = 3, IS_INT64 = 4, IS_OTHER = 5 };
 
 struct Tensor {
-    const char* data;  // null unless it is dense, on the CPU and holds something
+    char* data;  // null unless it is dense, on the CPU and holds something
     int64_t kind;
     int64_t dim;
     const int64_t* sizes;
@@ -138,6 +138,7 @@ using Serve = bool (*)(Arguments& given, Results& results);
 bool serve_lightning_indexer(Arguments& given, Results& results);
 bool serve_sparse_flash_attention(Arguments& given, Results& results);
 bool serve_kda_recurrent(Arguments& given, Results& results);
+bool serve_kda_recurrent_in_place(Arguments& given, Results& results);
 bool serve_kda_chunk(Arguments& given, Results& results);
 bool serve_gated_delta_recurrent(Arguments& given, Results& results);
 bool serve_gated_delta_chunk(Arguments& given, Results& results);
@@ -147,6 +148,7 @@ bool serve_short_conv(Arguments& given, Results& results);
 bool serve_gated_rms_norm(Arguments& given, Results& results);
 bool serve_skinny_linear(Arguments& given, Results& results);
 bool serve_mega_kda(Arguments& given, Results& results);
+bool serve_mega_kda_in_place(Arguments& given, Results& results);
 bool serve_moe_gating_top_k(Arguments& given, Results& results);
 bool serve_grouped_experts(Arguments& given, Results& results);
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +42,8 @@ def compile_library(line: Sequence[str], units: Sequence[Path], made: Path, *, c
     if refused := next(filter(None, complaints[len(calling) :]), None):
         raise BuildError(f"the C++ compiler refused the kernels: {refused}")
     if calling:
-        libraries = [f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
         refused = next(filter(None, complaints[: len(calling)]), None)
-        refused = refused or _run([*link, *(str(objects[unit]) for unit in calling), *libraries])
+        refused = refused or _run([*link, *(str(objects[unit]) for unit in calling), *_libraries(folder)])
         if refused is None:
             return
         warnings.warn(f"k31compile: operators are called through Python, the compiler says: {refused}", stacklevel=2)
@@ -55,8 +55,15 @@ def _has_headers(torch_folder: Path) -> bool:
     return (torch_folder / "include" / "ATen" / "core" / "dispatch" / "Dispatcher.h").exists()
 
 
+def _libraries(torch_folder: Path) -> Sequence[str]:
+    # What torch does not have is to be refused here, where there is another way, and not by a loader later.
+    complete = ("-Wl,-z,defs,-z,now",) if sys.platform == "linux" else ()
+    return (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", *complete)
+
+
 def _flags(unit: Path, torch_folder: Path) -> Sequence[str]:
-    return (*_TORCH_FLAGS, f"-I{torch_folder / 'include'}") if unit.name == _TORCH_UNIT else ()
+    strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return (*_TORCH_FLAGS, strings, f"-I{torch_folder / 'include'}") if unit.name == _TORCH_UNIT else ()
 
 
 def _run(line: Sequence[str]) -> str | None:
@@ -67,5 +74,5 @@ def _run(line: Sequence[str]) -> str | None:
         raise BuildError(f"the C++ compiler did not run: {error}") from error
     if not run.returncode:
         return None
-    lines = [said for said in run.stderr.splitlines() if "error" in said]
+    lines = [said for said in run.stderr.splitlines() if "error" in said or "undefined" in said]
     return (lines or run.stderr.splitlines() or ["no message"])[0].strip()

@@ -21,6 +21,8 @@ struct Columns {
 
 constexpr int ROWS_TOGETHER = 4;  // rows whose sums across the lanes need not wait for each other
 
+constexpr int64_t ROWS_AHEAD = 3 * LANES / 2;
+
 struct Step {
     Token token;
     float *decayed_key, *decayed_query;  // [width]
@@ -43,6 +45,7 @@ struct Step {
     void value_first(const Strand& strand, int64_t t, Rows from, Rows to) const;
     template <int VECS> void columns(const Columns& of, int64_t v, int64_t left) const;
     template <int ROWS> void rows(const Columns& of, int64_t v) const;
+    template <int VECS> void square(const Columns& of, int64_t v) const;
 };
 
 inline void Step::run(const Strand& strand) {
@@ -114,6 +117,8 @@ template <int VECS> void Step::columns(const Columns& of, int64_t v, int64_t lef
         const float* row = from[d] + v;
         float* place = to[d] + v;
         const float decay = decays[d], key = keys[d];
+        // The beginning of what lies behind this state, most often the next head's: memory would be idle meanwhile.
+        if (VECS > WIDEST) prefetch_far(reinterpret_cast<const char*>(from[width]) + d * 128, 128);
 #pragma GCC unroll 8
         for (int n = 0; n < VECS; n++) keep(place, n, part(row, n) * decay + key * written[n]);
     }
@@ -138,6 +143,10 @@ inline void Step::value_first(const Strand& strand, int64_t t, Rows from, Rows t
     const int64_t width = strand.call.width, depth = strand.call.depth;
     const Columns of{from, to, width, strand.beta(t), token.overlap(width), strand.output(t)};
     int64_t v = 0;
+    if constexpr (LANES == 16) {
+        const auto block = width == 8 * LANES ? &Step::square<8> : width == 4 * LANES ? &Step::square<4> : nullptr;
+        for (; block && v + LANES <= depth; v += LANES) (this->*block)(of, v);
+    }
     for (; v + ROWS_TOGETHER <= depth; v += ROWS_TOGETHER) rows<ROWS_TOGETHER>(of, v);
     for (; v < depth; v++) rows<1>(of, v);
 }
@@ -167,6 +176,48 @@ template <int ROWS> K31_INLINE void Step::rows(const Columns& of, int64_t v) con
             const Floats kept = load_part(from[v + m] + d, left) * load<Floats>(decay + d);
             store_part(to[v + m] + d, kept + written[m] * load<Floats>(key + d), left);
         });
+}
+
+// LANES rows of VECS whole vectors: the token's rows stay in registers, and no sum waits for another.
+template <int VECS> void Step::square(const Columns& of, int64_t v) const {
+    const Rows from = of.from, to = of.to;
+    const auto held = [](const float* row, Floats (&parts)[VECS]) K31_BODY {
+#pragma GCC unroll 8
+        for (int n = 0; n < VECS; n++) {
+            parts[n] = load<Floats>(row + n * LANES);
+            K31_KEEP(parts[n]);
+        }
+    };
+    Floats by_key[LANES], by_query[LANES], with_key[VECS], with_query[VECS];
+    held(decayed_key, with_key);
+    held(decayed_query, with_query);
+    for (int m = 0; m < LANES; m++) {
+        Floats for_key{}, for_query{};
+#pragma GCC unroll 8
+        for (int n = 0; n < VECS; n++) {
+            Floats state = load<Floats>(from[v + m] + n * LANES);
+            K31_KEEP(state);
+            for_key += state * with_key[n];
+            for_query += state * with_query[n];
+        }
+        by_key[m] = for_key;
+        by_query[m] = for_query;
+    }
+    const Floats difference = of.beta * (load<Floats>(value + v) - sum_each(by_key));
+    store(of.output + v, sum_each(by_query) + of.overlap * difference);
+    float written[LANES];
+    store(written, difference);
+    Floats decays[VECS], keys[VECS];
+    held(token.decay, decays);
+    held(token.key, keys);
+    for (int m = 0; m < LANES; m++) {
+        const float *row = from[v + m], strength = written[m];
+        float* place = to[v + m];
+        prefetch_far(reinterpret_cast<const char*>(from[v + m + ROWS_AHEAD]), VECS * LANES * 4);
+#pragma GCC unroll 8
+        for (int n = 0; n < VECS; n++)
+            store(place + n * LANES, load<Floats>(row + n * LANES) * decays[n] + strength * keys[n]);
+    }
 }
 
 }  // namespace k31

@@ -68,28 +68,61 @@ struct KeyBlock {
     static KeyBlock carve(Carver& from, int64_t depth) {
         KeyBlock block{};
         block.copies = from.take<char>(ROW_BLOCK * depth * 4);
-        block.sums = from.take<Floats>(ROW_BLOCK);
+        block.sums = from.take<Floats>(round_up(ROW_BLOCK, LANES));
         return block;
     }
 };
 
-// sums[r] += weights * relu(keys[r] . panel), lane by lane, for one panel of VECS head vectors.
+// sums[r] += weights * relu(keys[r] . panel), lane by lane, for ROWS keys and one panel of VECS head vectors.
+template <class Dot, int ROWS, int VECS>
+__attribute__((noinline)) void score_tile(const char* const* rows, int64_t depth, const typename Dot::Element* panel,
+                                          const Floats* weights, const Words* exists, bool first, Floats* sums) {
+    const char* row[ROWS];
+    Floats dots[ROWS][VECS];
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) {
+        row[m] = rows[m];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) dots[m][v] = Floats{};
+    }
+    multiply<Dot, false>(row, depth, panel, dots, 4);
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) {
+        Floats sum = first ? Floats{} : sums[m];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) {
+            // A lane without a head must stay zero even where the key is infinite (0 * inf).
+            const Floats dot = bits<Floats>(bits<Words>(dots[m][v]) & exists[v]);
+            sum += weights[v] * relu(dot);
+        }
+        sums[m] = sum;
+    }
+}
+
 template <class Dot, int VECS>
 void score_panel(KeyBlock& block, int64_t keys, int64_t depth, const typename Dot::Element* panel,
                  const Floats* weights, const Words* exists, bool first) {
     constexpr int ROWS = TILE_ROWS<VECS>;
-    for (int64_t r = 0; r < keys; r += ROWS) {
-        Floats dots[ROWS][VECS] = {};
-        dot_tile<Dot, ROWS, VECS>(block.rows + r, depth, panel, dots);
-        for (int m = 0; m < ROWS; m++) {
-            Floats sum = first ? Floats{} : block.sums[r + m];
-            for (int v = 0; v < VECS; v++) {
-                // A lane without a head must stay zero even where the key is infinite (0 * inf).
-                const Floats dot = bits<Floats>(bits<Words>(dots[m][v]) & exists[v]);
-                sum += weights[v] * relu(dot);
-            }
-            block.sums[r + m] = sum;
-        }
+    for (int64_t r = 0; r < keys; r += ROWS)
+        score_tile<Dot, ROWS, VECS>(block.rows + r, depth, panel, weights, exists, first, block.sums + r);
+}
+
+// The ranks of the positions from `from` on, whose scores lie across the lanes of the block's sums.
+inline void rank_block(const KeyBlock& block, int64_t keys, const MaskRow& mask, int64_t from, uint32_t* ranks) {
+    for (int64_t r = 0; r < keys; r += LANES) {
+        Floats sums[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) sums[i] = block.sums[r + i];
+        const int64_t left = keys - r;
+        Floats scores = sum_each(sums);
+        if (mask.is_float())
+            for (int64_t i = 0; i < left && i < LANES; i++) scores[i] += mask.bias(from + r + i);
+        const Words here = ranks_of(scores);
+        if (left >= LANES) store(ranks + from + r, here);
+        else std::memcpy(ranks + from + r, &here, size_t(left) * 4);
+        if (!mask.data) continue;
+        for (int64_t i = r; i < keys && i < r + LANES; i++)
+            if (mask.hides(from + i)) ranks[from + i] = HIDDEN_RANK;
     }
 }
 
@@ -104,7 +137,7 @@ void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBloc
             continue;
         }
         const char* row = cache.row(call.key, from + r, 0);
-        if (to + r < end) prefetch(cache.row(call.key, to + r, 0), bytes);
+        if (to + r < end) prefetch_far(cache.row(call.key, to + r, 0), bytes);
         block.rows[r] = direct ? row : block.copies + r * depth * 4;
         if (!direct) copy_row(Dot{}, row, call.key.dtype, call.width, block.copies + r * depth * 4);
     }
@@ -116,10 +149,7 @@ void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBloc
         score(block, keys, depth, panel, query.weights + v, query.exists + v, v == 0);
         v += width;
     }
-    for (int64_t r = 0; r < keys; r++) {
-        const float bias = mask.is_float() ? mask.bias(from + r) : 0.0f;
-        ranks[from + r] = mask.hides(from + r) ? HIDDEN_RANK : rank_of(sum_lanes(block.sums[r]) + bias);
-    }
+    rank_block(block, keys, mask, from, ranks);
 }
 
 template <class Dot>

@@ -66,10 +66,12 @@ inline void select_positions(const uint32_t* ranks, int64_t n, int64_t k, uint32
     if (k <= 0) return;
     Threshold least = find_threshold(ranks, n, k, counts);
     int64_t filled = 0;
+    // Without a branch: which positions are selected, nothing can predict.
     for (int64_t i = 0; filled < k; i++) {
-        if (ranks[i] < least.rank) continue;
-        if (ranks[i] == least.rank && least.ties-- <= 0) continue;
-        out[filled++] = int32_t(i);
+        const bool is_tie = ranks[i] == least.rank, is_taken = ranks[i] > least.rank || (is_tie & (least.ties > 0));
+        least.ties -= is_tie;
+        out[filled] = int32_t(i);
+        filled += is_taken;
     }
 }
 

@@ -8,7 +8,7 @@ namespace k31 {
 namespace {
 
 struct Form {
-    bool scalar_gate, by_chunk;
+    bool scalar_gate, by_chunk, in_place;
 };
 
 // Limits of sequences: they ascend from 0 to the number of tokens.
@@ -21,6 +21,7 @@ bool serve_delta(Form form, Arguments& given, Results& results) {
     const Tensor &gate = given.tensor(), &beta = given.tensor();
     const Tensor* state = form.by_chunk ? given.tensor_or_none() : &given.tensor();
     const Tensor* sequences = form.by_chunk ? given.tensor_or_none() : nullptr;
+    const Tensor* pool_rows = form.in_place ? given.tensor_or_none() : nullptr;
     const double scale = given.number();
     const bool value_first = given.word_of({"KV", "VK"});
     if (!given.sound() || query.dim != 4 || value.dim != 4) return false;
@@ -47,7 +48,10 @@ bool serve_delta(Form form, Arguments& given, Results& results) {
         if (strands == 0) return false;
     }
     const int64_t rows = value_first ? depth : width, numbers = value_first ? width : depth;
-    if (state && (!is_readable(*state) || !has_shape(*state, {strands, heads, rows, numbers}))) return false;
+    Places places;
+    const int64_t states = pool_rows && state->dim > 0 ? state->sizes[0] : strands;
+    if (state && (!is_readable(*state) || !has_shape(*state, {states, heads, rows, numbers}))) return false;
+    if (form.in_place && (!is_writable(*state) || !places.take(pool_rows, strands, states))) return false;
     DeltaCall call{};
     call.query = operand(query);
     call.key = operand(key);
@@ -67,17 +71,25 @@ bool serve_delta(Form form, Arguments& given, Results& results) {
     call.scale = scale;
     call.threads = given.threads();
     call.output = reinterpret_cast<float*>(results.add(IS_FLOAT32, {batch, tokens, heads, depth}));
-    call.last = reinterpret_cast<float*>(results.add(IS_FLOAT32, {strands, heads, rows, numbers}));
+    if (!form.in_place) call.last = reinterpret_cast<float*>(results.add(IS_FLOAT32, {strands, heads, rows, numbers}));
+    call.places = places.places();
     return k31_delta_rule(&call) == OK;
 }
 
 }  // namespace
 
-bool serve_kda_recurrent(Arguments& given, Results& results) { return serve_delta({false, false}, given, results); }
-bool serve_kda_chunk(Arguments& given, Results& results) { return serve_delta({false, true}, given, results); }
-bool serve_gated_delta_recurrent(Arguments& given, Results& results) {
-    return serve_delta({true, false}, given, results);
+bool serve_kda_recurrent(Arguments& given, Results& results) {
+    return serve_delta({false, false, false}, given, results);
 }
-bool serve_gated_delta_chunk(Arguments& given, Results& results) { return serve_delta({true, true}, given, results); }
+bool serve_kda_recurrent_in_place(Arguments& given, Results& results) {
+    return serve_delta({false, false, true}, given, results);
+}
+bool serve_kda_chunk(Arguments& given, Results& results) { return serve_delta({false, true, false}, given, results); }
+bool serve_gated_delta_recurrent(Arguments& given, Results& results) {
+    return serve_delta({true, false, false}, given, results);
+}
+bool serve_gated_delta_chunk(Arguments& given, Results& results) {
+    return serve_delta({true, true, false}, given, results);
+}
 
 }  // namespace k31

@@ -118,12 +118,15 @@ bool serve_gated_rms_norm(Arguments& given, Results& results) {
     return k31_gated_rms_norm(&call) == OK;
 }
 
-bool serve_mega_kda(Arguments& given, Results& results) {
+namespace {
+
+bool serve_mega(Arguments& given, Results& results, bool in_place) {
     const Tensors x = given.tensors(), weight = given.tensors(), before = given.tensors_or_none();
     const Tensor &raw_gate = given.tensor(), &a_log = given.tensor();
     const Tensor* dt_bias = given.tensor_or_none();
     const Tensor &raw_beta = given.tensor(), &state = given.tensor(), &out_gate = given.tensor();
     const Tensor& norm_weight = given.tensor();
+    const Tensor* pool_rows = in_place ? given.tensor_or_none() : nullptr;
     MegaCall call{};
     call.norm_eps = given.number();
     const double* const lower_bound = given.number_or_none();
@@ -151,8 +154,11 @@ bool serve_mega_kda(Arguments& given, Results& results) {
     if (!is_readable(out_gate) || !is_readable(norm_weight)) return false;
     if (!has_shape(a_log, {heads}) || !has_shape(raw_beta, {batch, tokens, heads})) return false;
     if (dt_bias && (!is_readable(*dt_bias) || !has_shape(*dt_bias, {heads, width}))) return false;
-    if (!has_shape(state, {batch, heads, rows, numbers}) || !has_shape(out_gate, {batch, tokens, heads, depth}))
+    Places places;
+    const int64_t states = pool_rows && state.dim > 0 ? state.sizes[0] : batch;
+    if (!has_shape(state, {states, heads, rows, numbers}) || !has_shape(out_gate, {batch, tokens, heads, depth}))
         return false;
+    if (in_place && (!is_writable(state) || !places.take(pool_rows, batch, states))) return false;
     if (!has_shape(norm_weight, {depth}) && !has_shape(norm_weight, {heads, depth})) return false;
     take_streams(x, 2, channels, call.x);
     take_streams(weight, 0, channels, call.weight);
@@ -180,8 +186,14 @@ bool serve_mega_kda(Arguments& given, Results& results) {
     call.conv_dtype = before.count ? before[0].kind : x[0].kind;
     call.result = results.add(call.result_dtype, {batch, tokens, heads, depth});
     call.new_conv = results.add(call.conv_dtype, {batch, taps - 1, call.channels()});
-    call.last = reinterpret_cast<float*>(results.add(IS_FLOAT32, {batch, heads, rows, numbers}));
+    if (!in_place) call.last = reinterpret_cast<float*>(results.add(IS_FLOAT32, {batch, heads, rows, numbers}));
+    call.places = places.places();
     return k31_mega_kda(&call) == OK;
 }
+
+}  // namespace
+
+bool serve_mega_kda(Arguments& given, Results& results) { return serve_mega(given, results, false); }
+bool serve_mega_kda_in_place(Arguments& given, Results& results) { return serve_mega(given, results, true); }
 
 }  // namespace k31

@@ -148,9 +148,66 @@ inline constexpr Folds FOLDS;
 
 // The order of the additions is fixed, so a sum does not depend on where its row stood in a tile.
 K31_INLINE float sum_lanes(Floats x) {
+    if constexpr (LANES == 4) return (x[0] + x[2]) + (x[1] + x[3]);
 #pragma GCC unroll 4
     for (int half = LANES / 2; half > 0; half /= 2) x += __builtin_shuffle(x, load<Ints>(FOLDS.from[half]));
     return x[0];
+}
+
+// How two vectors, each in segments of 2 * half lanes, become one of all lower halves, and one of all upper ones.
+struct Weaves {
+    int32_t low[LANES][LANES] = {}, high[LANES][LANES] = {};
+    constexpr Weaves() {
+        for (int half = 1; half < LANES; half *= 2)
+            for (int i = 0; i < LANES; i++) {
+                low[half][i] = i / half * 2 * half + i % half;
+                high[half][i] = low[half][i] + half;
+            }
+    }
+};
+inline constexpr Weaves WEAVES;
+
+// Lane i of the result is what sum_lanes gives of row i, to the bit; the rows are used up.
+K31_INLINE Floats sum_each(Floats (&rows)[LANES]) {
+    if constexpr (LANES == 4) {
+        Floats sums{};
+        for (int i = 0; i < LANES; i++) sums[i] = sum_lanes(rows[i]);
+        return sums;
+    }
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) {
+            const Floats a = rows[2 * i], b = rows[2 * i + 1];
+            rows[i] = __builtin_shuffle(a, b, load<Ints>(WEAVES.low[half])) +
+                      __builtin_shuffle(a, b, load<Ints>(WEAVES.high[half]));
+        }
+    return rows[0];
+}
+
+// One exchange of a transposition: of two rows, blocks of `half` lanes change places across the diagonal.
+struct Exchanges {
+    int32_t upper[LANES][LANES] = {}, lower[LANES][LANES] = {};
+    constexpr Exchanges() {
+        for (int half = 1; half < LANES; half *= 2)
+            for (int i = 0; i < LANES; i++) {
+                upper[half][i] = i & half ? i - half + LANES : i;
+                lower[half][i] = i & half ? i + LANES : i + half;
+            }
+    }
+};
+inline constexpr Exchanges EXCHANGES;
+
+K31_INLINE void transpose(Words (&rows)[LANES]) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & half) continue;
+            const Words a = rows[i], b = rows[i + half];
+            rows[i] = __builtin_shuffle(a, b, load<Ints>(EXCHANGES.upper[half]));
+            rows[i + half] = __builtin_shuffle(a, b, load<Ints>(EXCHANGES.lower[half]));
+        }
 }
 
 // ---- rows whose end need not fall on a whole vector

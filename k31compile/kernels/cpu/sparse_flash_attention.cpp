@@ -8,7 +8,7 @@
 
 namespace k31 {
 
-constexpr int64_t CHUNK = 11 * KEYS;
+constexpr int64_t CHUNK = 22 * ROW_BLOCK;
 constexpr double WORTH_A_THREAD = 2e6;  // multiplications below which waking a thread costs more than it saves
 
 // One query row and the heads of one key head.
@@ -85,11 +85,14 @@ void attend_chunk(const AttentionCall& call, const Shape<Dot>& s, const Item& it
     const int64_t to = std::min(from + CHUNK, prepared.used);
     state.clear(s);
     for (int64_t j = from; j < to; j += KEYS) {
-        const int64_t n = std::min(KEYS, to - j), ahead = std::clamp<int64_t>(to - j - n, 0, n);
-        block.gather(call, s, {call.paging, item.request}, item.group, prepared.positions + j, n, ahead);
-        block.score(s, prepared.query, n, float(call.scale), prepared.biases ? prepared.biases + j : nullptr);
+        const int64_t n = std::min(KEYS, to - j);
+        const RequestCache cache{call.paging, item.request};
+        // The list goes on behind this chunk: where one thread does them all, it is the next one's beginning.
+        Expected expected{call, cache, item.group, prepared.positions + j + n, std::min(KEYS, prepared.used - j - n)};
+        block.gather(call, s, cache, item.group, prepared.positions + j, n);
+        block.score(s, prepared.query, n, float(call.scale), prepared.biases ? prepared.biases + j : nullptr, expected);
         block.weigh(s, n, state);
-        block.mix(s, n, state);
+        block.mix(s, n, state, expected);
     }
 }
 

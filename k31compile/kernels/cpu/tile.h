@@ -50,8 +50,28 @@ constexpr int ROW_BLOCK = 24;  // a multiple of every TILE_ROWS
 // How many vectors the next panel takes when `left` vectors of columns remain.
 K31_INLINE int panel_width(int64_t left) { return left >= WIDEST ? WIDEST : left >= 2 ? 2 : 1; }
 
-// sums[m][v] += rows[m][depth] . panel[depth][v]; the panel is [depth][VECS][LANES] elements. The elements of a row
+// sum[m][v] += rows[m][depth] . panel[depth][v]; the panel is [depth][VECS][LANES] elements. The elements of a row
 // lie side by side, or STRIDED: `stride` bytes apart.
+template <class Dot, bool STRIDED, int ROWS, int VECS>
+K31_INLINE void multiply(const char* const (&rows)[ROWS], int64_t depth, const typename Dot::Element* panel,
+                         Floats (&sum)[ROWS][VECS], int64_t stride) {
+    for (int64_t k = 0; k < depth; k++) {
+        Words column[VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) {
+            column[v] = load<Words>(panel + (k * VECS + v) * LANES);
+            K31_KEEP(column[v]);
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++) {
+            const auto element = read<typename Dot::Element>(rows[m] + k * (STRIDED ? stride : 4));
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) sum[m][v] = Dot::step(sum[m][v], element, column[v]);
+        }
+    }
+}
+
+// The same into sums in memory.
 // Not inlined: next to a caller's own values the accumulators would no longer fit the registers.
 template <class Dot, int ROWS, int VECS, bool STRIDED = false>
 __attribute__((noinline)) void dot_tile(const char* const* rows, int64_t depth, const typename Dot::Element* panel,
@@ -64,20 +84,7 @@ __attribute__((noinline)) void dot_tile(const char* const* rows, int64_t depth, 
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) sum[m][v] = sums[m][v];
     }
-    for (int64_t k = 0; k < depth; k++) {
-        Words column[VECS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) {
-            column[v] = load<Words>(panel + (k * VECS + v) * LANES);
-            K31_KEEP(column[v]);
-        }
-#pragma GCC unroll 16
-        for (int m = 0; m < ROWS; m++) {
-            const auto element = read<typename Dot::Element>(row[m] + k * (STRIDED ? stride : 4));
-#pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) sum[m][v] = Dot::step(sum[m][v], element, column[v]);
-        }
-    }
+    multiply<Dot, STRIDED>(row, depth, panel, sum, stride);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
@@ -94,12 +101,30 @@ template <class Dot> K31_INLINE int64_t depth_of(int64_t width) {
     return (width + Dot::PER_ELEMENT - 1) / Dot::PER_ELEMENT;
 }
 
+// Whether a row can be read as elements where it lies.
+template <class Dot> K31_INLINE bool in_place(int64_t dtype, int64_t width) {
+    return Dot::PER_ELEMENT == 1 ? dtype == FLOAT32 : width % 2 == 0;
+}
+
 // Heads [first, first + vecs * LANES) of `width` numbers each become elements [depth][vecs * LANES]; heads that do
 // not exist, and the second half of a last pair, become zero.
 template <class Dot>
 void pack_panel(const char* query, int64_t dtype, int64_t head_stride, int64_t heads, int64_t first, int vecs,
                 int64_t width, typename Dot::Element* panel) {
     const int64_t columns = int64_t(vecs) * LANES, depth = depth_of<Dot>(width);
+    if (LANES > 4 && in_place<Dot>(dtype, width) && depth % LANES == 0 && first + columns <= heads) {
+        for (int64_t c = 0; c < columns; c += LANES)
+            for (int64_t d = 0; d < depth; d += LANES) {
+                Words square[LANES];
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++)
+                    square[i] = load<Words>(query + (first + c + i) * head_stride * size_of(dtype) + d * 4);
+                transpose(square);
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) store(panel + (d + i) * columns + c, square[i]);
+            }
+        return;
+    }
     for (int64_t c = 0; c < columns; c++) {
         const bool real = first + c < heads;
         const char* row = query + (first + c) * head_stride * size_of(dtype);
@@ -128,9 +153,28 @@ inline void copy_row(PairDot, const char* from, int64_t, int64_t width, char* to
     if (width % 2) store(to + width * 2, uint16_t(0));
 }
 
+#if defined(__AVX512BW__) && K31_LANES == 16
+typedef uint16_t WideHalves __attribute__((vector_size(64)));
+struct Pairing {
+    uint16_t at[2][32] = {};
+    constexpr Pairing() {
+        for (int i = 0; i < 64; i++) at[i / 32][i % 32] = uint16_t(i / 2 + i % 2 * 32);
+    }
+};
+inline constexpr Pairing PAIRING;
+#endif
+
 // Two bfloat16 rows as pairs, the first one low; a missing second row counts as zeros.
 inline void interleave(const char* low, const char* high, int64_t width, char* to) {
     int64_t i = 0;
+#if defined(__AVX512BW__) && K31_LANES == 16
+    // Spelled out: two numbers of each row a word, by one shuffle each for the lower and the upper half.
+    for (; high && i + 2 * LANES <= width; i += 2 * LANES) {
+        const auto a = load<WideHalves>(low + i * 2), b = load<WideHalves>(high + i * 2);
+        store(to + i * 4, __builtin_shuffle(a, b, load<WideHalves>(PAIRING.at[0])));
+        store(to + (i + LANES) * 4, __builtin_shuffle(a, b, load<WideHalves>(PAIRING.at[1])));
+    }
+#endif
     for (; i + LANES <= width; i += LANES) {
         Words pair = __builtin_convertvector(load<Halves>(low + i * 2), Words);
         if (high) pair |= __builtin_convertvector(load<Halves>(high + i * 2), Words) << 16;
@@ -138,11 +182,6 @@ inline void interleave(const char* low, const char* high, int64_t width, char* t
     }
     for (; i < width; i++)
         store(to + i * 4, read<uint16_t>(low + i * 2) | (high ? uint32_t(read<uint16_t>(high + i * 2)) << 16 : 0));
-}
-
-// Whether a row can be read as elements where it lies.
-template <class Dot> K31_INLINE bool in_place(int64_t dtype, int64_t width) {
-    return Dot::PER_ELEMENT == 1 ? dtype == FLOAT32 : width % 2 == 0;
 }
 
 }  // namespace k31

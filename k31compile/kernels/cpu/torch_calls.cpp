@@ -50,6 +50,9 @@ Operator OPERATORS[] = {
     {"kda_recurrent(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor initial_state, *, "
      "float scale=1.0, str state_layout='KV') -> (Tensor, Tensor)",
      serve_kda_recurrent},
+    {"kda_recurrent_(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor(a!) state, *, "
+     "Tensor? rows=None, float scale=1.0, str state_layout='KV') -> Tensor",
+     serve_kda_recurrent_in_place},
     {"kda_chunk(Tensor query, Tensor key, Tensor value, Tensor gate, Tensor beta, Tensor? initial_state=None, *, "
      "Tensor? cu_seqlens=None, float scale=1.0, str state_layout='KV') -> (Tensor, Tensor)",
      serve_kda_chunk},
@@ -79,6 +82,13 @@ Operator OPERATORS[] = {
      "ScalarType? beta_dtype=None, ScalarType? core_dtype=None, str norm_activation='sigmoid', "
      "bool norm_before_gate=True, str weight_cast='before', ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
      serve_mega_kda},
+    {"mega_kda_(Tensor[] x, Tensor[] conv_weight, Tensor[]? conv_state, Tensor raw_gate, Tensor a_log, "
+     "Tensor? dt_bias, Tensor raw_beta, Tensor(a!) state, Tensor out_gate, Tensor norm_weight, *, Tensor? rows=None, "
+     "float norm_eps, float? lower_bound=None, float l2_eps=1e-6, float beta_factor=1.0, float scale=1.0, "
+     "str state_layout='KV', ScalarType? beta_dtype=None, ScalarType? core_dtype=None, "
+     "str norm_activation='sigmoid', bool norm_before_gate=True, str weight_cast='before', ScalarType? dtype=None) -> "
+     "(Tensor, Tensor)",
+     serve_mega_kda_in_place},
     {"moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, int k_group=1, int group_count=1, "
      "int group_select_mode=1, float? group_fill=None, bool renorm=True, int norm_type=1, "
      "float routed_scaling_factor=1.0, float eps=1e-20) -> (Tensor, Tensor)",
@@ -89,13 +99,14 @@ Operator OPERATORS[] = {
 };
 
 Tensor seen(const at::Tensor& tensor) {
-    const at::TensorImpl* const x = tensor.unsafeGetTensorImpl();
+    at::TensorImpl* const x = tensor.unsafeGetTensorImpl();
     const c10::IntArrayRef sizes = x->sizes();
     Tensor to{nullptr, IS_OTHER, int64_t(sizes.size()), sizes.data(), nullptr};
     if (!x->device().is_cpu() || x->layout() != c10::kStrided || x->numel() == 0) return to;
     to.kind = Arguments::kind_of_dtype(int64_t(c10::typeMetaToScalarType(x->dtype())));
     to.strides = x->strides().data();
-    to.data = static_cast<const char*>(x->data());
+    // As `data_ptr()` gives it: what is shared until it is written is written from here on.
+    to.data = static_cast<char*>(x->mutable_data());
     return to;
 }
 
