@@ -30,6 +30,7 @@ from k31compile.passes.pipeline import add_to_report, run_pipeline
 from k31compile.report import Report
 from k31compile.targets.cpu import compile_for_cpu, providers
 from k31compile.targets.pack_linears import pack_linears
+from k31compile.targets.skinny_linears import use_skinny_linears
 
 Compiled = Callable[..., Any]
 
@@ -102,6 +103,7 @@ def _compile_for_target(
         from k31compile.targets.ascend.device import compile_for_ascend
 
         return compile_for_ascend(module, example_inputs, options, report)
+    use_skinny_linears(module, report)
     if options.layout == "nz":
         pack_linears(module, report)
     if keeping is not None and options.codegen == "inductor":

@@ -17,6 +17,7 @@ from k31compile.kernels.mega_kda import mega_kda_reference
 from k31compile.kernels.moe_gating_top_k import moe_gating_top_k_reference
 from k31compile.kernels.registry import OPERATORS, Operator, Provider, provider_for
 from k31compile.kernels.short_conv import short_conv_reference
+from k31compile.kernels.skinny_linear import skinny_linear_reference
 from k31compile.kernels.sparse_flash_attention import sparse_flash_attention_reference
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "moe_gating_top_k_reference",
     "provider_for",
     "short_conv_reference",
+    "skinny_linear_reference",
     "sparse_flash_attention_reference",
 ]

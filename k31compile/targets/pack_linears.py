@@ -3,29 +3,20 @@
 The parameter stays as it is and where it is; other readers of it are not concerned, since the copy stands beside it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
 
 from k31compile.graph.sizes import shape_of, value_of
-from k31compile.graph.views import ATEN
-from k31compile.passes.layout.weight_readers import readers_of, swaps_last_two
+from k31compile.passes.layout.weight_readers import readers_of
 from k31compile.report import Report
+from k31compile.targets.linear_products import as_linear, replace_product
 from k31compile.targets.packed_linear import PACKED_LINEAR
 from k31compile.targets.packed_weights import packed_dtype
+from k31compile.targets.skinny_linears import SKINNY_LINEAR
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-_SAME = {ATEN.alias.default, ATEN.detach.default}
-
-
-class _Product(NamedTuple):
-    """A linear layer as it is written: its operands, and whether the weight stands as [K, N]."""
-
-    node: fx.Node
-    x: fx.Node
-    bias: Any
-    transposed: bool
 
 
 def pack_linears(module: fx.GraphModule, report: Report) -> int:
@@ -54,11 +45,12 @@ def _pack_graph(module: fx.GraphModule, report: Report) -> int:
         readers = readers_of(weight)
         if not readers.products and not readers.behind:
             continue
-        products = [found for node in readers.products if (found := _as_linear(node, weight)) is not None]
-        reason, remedy = _objection(weight, len(products))
+        products = [found for node in readers.products if (found := as_linear(node, weight)) is not None]
+        skinny = sum(node.target is SKINNY_LINEAR for node in readers.products)
+        reason, remedy = _objection(weight, len(products), skinny)
         report.weights.append(_row(weight, reason, remedy))
         for product in () if reason else products:
-            _replace(product, weight)
+            replace_product(product, PACKED_LINEAR, (product.x, weight, product.bias, product.transposed))
             changed += 1
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -75,7 +67,7 @@ def _row(weight: fx.Node, reason: str, remedy: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _objection(weight: fx.Node, linears: int) -> tuple[str, str]:
+def _objection(weight: fx.Node, linears: int, skinny: int) -> tuple[str, str]:
     value, shape = value_of(weight), shape_of(weight)
     if torch.is_autocast_enabled("cpu"):
         return (
@@ -87,42 +79,10 @@ def _objection(weight: fx.Node, linears: int) -> tuple[str, str]:
             f"it is {str(value.dtype).removeprefix('torch.')}: packed copies are for bfloat16, float16 and float32",
             "",
         )
+    if skinny and not linears:
+        return "it is multiplied with a few rows only, which is as fast or faster where it lies", ""
     if not linears:
         return "only a part, a cast, a copy or a batch of it is multiplied, and packed are whole matrices", ""
     if 1 in shape:
         return f"a side of {list(shape)} is 1: there is nothing to pack", ""
     return "", ""
-
-
-def _as_linear(node: fx.Node, weight: fx.Node) -> _Product | None:
-    """A product of the whole weight, a matrix, as a linear layer; None where it is none."""
-    if node.kwargs or len(shape_of(weight)) != 2:
-        return None
-    arguments: Any = node.args
-    if node.target is ATEN.linear.default:
-        x, right, bias, transposed = arguments[0], arguments[1], (*arguments, None)[2], False
-    elif node.target in (ATEN.mm.default, ATEN.matmul.default):
-        x, right, bias, transposed = arguments[0], arguments[1], None, True
-    elif node.target is ATEN.addmm.default:
-        bias, x, right, transposed = arguments[0], arguments[1], arguments[2], True
-        if len(shape_of(bias)) != 1 or shape_of(bias)[0] != shape_of(right)[1]:
-            return None
-    else:
-        return None
-    while right is not weight:
-        if swaps_last_two(right):
-            transposed = not transposed
-        elif right.target not in _SAME:
-            return None
-        right = right.args[0]
-    return _Product(node, x, bias, transposed)
-
-
-def _replace(product: _Product, weight: fx.Node) -> None:
-    node = product.node
-    graph = node.graph
-    with graph.inserting_before(node):
-        packed = graph.call_function(PACKED_LINEAR, (product.x, weight, product.bias, product.transposed))
-    packed.meta.update(node.meta)
-    node.replace_all_uses_with(packed)
-    graph.erase_node(node)

@@ -16,6 +16,7 @@ from k31compile.kernels.cpu.lightning_indexer import indexer_provider
 from k31compile.kernels.cpu.mega_kda import mega_kda_provider
 from k31compile.kernels.cpu.moe_gating_top_k import gating_provider
 from k31compile.kernels.cpu.short_conv import short_conv_provider
+from k31compile.kernels.cpu.skinny_linear import skinny_linear_provider
 from k31compile.kernels.cpu.sparse_flash_attention import attention_provider
 from k31compile.kernels.gated_delta import scalar_gated_provider
 
@@ -91,6 +92,11 @@ def short_conv(request):
 @pytest.fixture(params=IMPLEMENTATIONS)
 def gated_rms_norm(request):
     return _pick(request.param, kernels.gated_rms_norm_reference, gated_rms_norm_provider)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def skinny_linear(request):
+    return _pick(request.param, kernels.skinny_linear_reference, skinny_linear_provider)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

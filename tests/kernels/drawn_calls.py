@@ -180,6 +180,14 @@ def gated_rms_norm(draw):
     return (draw.floats(*shape), draw.floats(*shape), draw.floats(*weight)), options
 
 
+def skinny_linear(draw):
+    depth, outputs = draw.size(150), draw.size(70)
+    rows = draw.one((), (draw.size(8),), (1, draw.size(8)), (draw.size(3), draw.size(3)), (2, 1, draw.size(3), 1))
+    dtypes = draw.one((torch.bfloat16,), (torch.bfloat16,), (torch.bfloat16,), (torch.float32,))
+    bias = draw.maybe(lambda: draw.floats(outputs, readable=False))
+    return (draw.floats(*rows, depth, dtypes=dtypes), draw.floats(outputs, depth, dtypes=dtypes), bias), {}
+
+
 def mega_kda(draw):
     batch, tokens, heads, width, depth, taps = map(draw.size, (2, 4, 3, 17, 15, 5))
     split = [heads * width, heads * width, heads * depth]
@@ -246,6 +254,7 @@ OPERATORS = {
         attn_res_update,
         short_conv,
         gated_rms_norm,
+        skinny_linear,
         mega_kda,
         mega_kda_,
         moe_gating_top_k,

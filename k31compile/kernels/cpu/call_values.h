@@ -146,6 +146,7 @@ bool serve_attn_res_prepare(Arguments& given, Results& results);
 bool serve_attn_res_update(Arguments& given, Results& results);
 bool serve_short_conv(Arguments& given, Results& results);
 bool serve_gated_rms_norm(Arguments& given, Results& results);
+bool serve_skinny_linear(Arguments& given, Results& results);
 bool serve_mega_kda(Arguments& given, Results& results);
 bool serve_mega_kda_in_place(Arguments& given, Results& results);
 bool serve_moe_gating_top_k(Arguments& given, Results& results);

@@ -117,6 +117,15 @@ class ExpertsCall(ctypes.Structure):
     ]
 
 
+class SkinnyCall(ctypes.Structure):
+    """Arguments of k31_skinny_linear."""
+
+    _fields_ = [
+        *((name, Operand) for name in ("x", "weight", "bias")),
+        *_integers("rows outputs depth threads result"),
+    ]
+
+
 class ShortConvCall(ctypes.Structure):
     """Arguments of k31_short_conv."""
 
@@ -181,6 +190,7 @@ FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "k31_grouped_experts": ExpertsCall,
     "k31_short_conv": ShortConvCall,
     "k31_gated_rms_norm": GatedRmsNormCall,
+    "k31_skinny_linear": SkinnyCall,
     "k31_mega_kda": MegaKdaCall,
     "k31_attn_res_prepare": AttnResPrepareCall,
     "k31_attn_res_update": AttnResUpdateCall,

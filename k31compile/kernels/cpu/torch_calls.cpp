@@ -75,6 +75,7 @@ Operator OPERATORS[] = {
     {"gated_rms_norm(Tensor x, Tensor gate, Tensor weight, *, float eps, str activation='sigmoid', "
      "bool norm_before_gate=True, str weight_cast='before', ScalarType? dtype=None) -> Tensor",
      serve_gated_rms_norm},
+    {"skinny_linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", serve_skinny_linear},
     {"mega_kda(Tensor[] x, Tensor[] conv_weight, Tensor[]? conv_state, Tensor raw_gate, Tensor a_log, "
      "Tensor? dt_bias, Tensor raw_beta, Tensor state, Tensor out_gate, Tensor norm_weight, *, float norm_eps, "
      "float? lower_bound=None, float l2_eps=1e-6, float beta_factor=1.0, float scale=1.0, str state_layout='KV', "

@@ -20,6 +20,7 @@ _WEIGHT_OF: dict[str, tuple[int, ...]] = {
     "aten.baddbmm.default": (2,),
     "aten._grouped_mm.default": (1,),
     "k31.grouped_experts.default": (3, 4, 5),
+    "k31.skinny_linear.default": (1,),
     "npu.npu_grouped_matmul.default": (1,),
     "npu.npu_quant_matmul.default": (1,),
     "npu.npu_weight_quant_batchmatmul.default": (1,),

@@ -1,0 +1,119 @@
+"""Every implementation of k31::skinny_linear against float64: one rounding of a float32 sum, wherever things lie."""
+
+import pytest
+import torch
+
+import k31compile.kernels as kernels
+from k31compile.errors import OperatorError
+from k31compile.kernels.cpu.skinny_linear import MOST_ROWS, skinny_linear_provider
+
+SIZES = [(1, 1), (17, 33), (64, 64), (7, 1), (1, 70), (130, 127), (33, 200), (50, 31), (9, 1095)]
+
+
+def draw(rows, outputs, depth, bias=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, added = (torch.randn(*s, generator=generator) for s in ((*rows, depth), (outputs, depth), (outputs,)))
+    return x.bfloat16(), weight.bfloat16(), added.bfloat16() if bias else None
+
+
+def assert_rounded_once(got, x, weight, bias=None):
+    """Within half a unit of bfloat16 and what float32 may lose of the sum of absolute products."""
+    x, weight = x.double(), weight.double()
+    exact, absolute = x @ weight.T, x.abs() @ weight.abs().T
+    if bias is not None:
+        exact, absolute = exact + bias.double(), absolute + bias.double().abs()
+    assert got.shape == exact.shape
+    assert got.dtype == torch.bfloat16
+    assert got.is_contiguous()
+    allowed = exact.abs() * 2**-8 + absolute * 2**-20
+    assert ((got.double() - exact).abs() <= allowed).all(), ((got.double() - exact).abs() / allowed).max()
+
+
+@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
+@pytest.mark.parametrize("bias", [True, False])
+def test_odd_sizes(skinny_linear, rows, bias):
+    for outputs, depth in SIZES:
+        case = draw((rows,), outputs, depth, bias)
+        assert_rounded_once(skinny_linear(*case), *case)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 3), (2, 1, 2), (2, 2, 1, 2)], ids=str)
+def test_leading_dimensions(skinny_linear, shape):
+    case = draw(shape, 37, 75)
+    assert_rounded_once(skinny_linear(*case), *case)
+
+
+def test_views_with_gaps(skinny_linear):
+    x, weight, bias = draw((6,), 40, 90)
+    views = x[::2, 5:70], weight[3::2, 5:70], bias[3::2]
+    assert_rounded_once(skinny_linear(*views), *views)
+    views = x[:4, ::2], weight[:, :45], bias.float()
+    assert_rounded_once(skinny_linear(*views), *views)
+    views = x.view(2, 3, 90).transpose(0, 1), weight, bias
+    assert_rounded_once(skinny_linear(*views), *views)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (3, 0)], ids=str)
+def test_nothing_to_multiply(skinny_linear, shape):
+    case = draw(shape[:-1], 4, shape[-1])
+    torch.testing.assert_close(skinny_linear(*case), case[2].expand(*shape[:-1], 4), rtol=0, atol=0)
+    assert skinny_linear(*draw((3,), 0, 5)).shape == (3, 0)
+
+
+def test_what_is_beside_a_row_does_not_matter(skinny_linear):
+    x, weight, bias = draw((MOST_ROWS,), 61, 333)
+    whole = skinny_linear(x, weight, bias)
+    if skinny_linear is kernels.skinny_linear_reference:
+        pytest.skip("torch's float32 product adds in an order that depends on the number of rows")
+    for row in range(MOST_ROWS):
+        assert torch.equal(skinny_linear(x[row], weight, bias), whole[row])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_in_its_row_and_column(skinny_linear, value):
+    x, weight, bias = draw((3,), 20, 41)
+    x[1, 40], weight[7, 40] = value, value
+    got = skinny_linear(x, weight, bias)
+    want = torch.zeros(3, 20, dtype=torch.bool)
+    want[1], want[:, 7] = True, True
+    assert torch.equal(~got.isfinite(), want)
+
+
+def test_threads_do_not_matter(two_threads):
+    case = draw((3,), 1029, 700)
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(torch.ops.k31.skinny_linear(*case))
+        assert_rounded_once(results[-1], *case)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_other_dtypes_and_many_rows_go_on():
+    declines = skinny_linear_provider().declines
+    x, weight, bias = draw((9,), 5, 7)
+    assert "rows" in declines(x, weight, bias)
+    assert "float32" in declines(x[:1].float(), weight.float())
+    assert "gaps" in declines(x[:1], weight.T.contiguous().T)
+    assert declines(x[:1], weight, bias) is None
+    for run in (torch.ops.k31.skinny_linear, kernels.skinny_linear_reference):
+        got = run(x.double(), weight.double(), bias)
+        torch.testing.assert_close(got, x.double() @ weight.double().T + bias.double())
+        assert_rounded_once(run(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "said"),
+    [
+        (torch.zeros(()), torch.zeros(2, 3), None, "x must be"),
+        (torch.zeros(3), torch.zeros(3), None, r"weight must be \[N, K\]"),
+        (torch.zeros(1, 3), torch.zeros(2, 4), None, r"weight must have shape \[2, 3\]"),
+        (torch.zeros(1, 3), torch.zeros(2, 3).bfloat16(), None, "they must be one"),
+        (torch.zeros(1, 3), torch.zeros(2, 3), torch.zeros(3), r"bias must have shape \[2\]"),
+        (torch.zeros(1, 3).int(), torch.zeros(2, 3).int(), None, "floating point"),
+    ],
+)
+def test_bad_calls(x, weight, bias, said):
+    with pytest.raises(OperatorError, match=said):
+        torch.ops.k31.skinny_linear(x, weight, bias)

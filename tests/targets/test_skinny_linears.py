@@ -1,0 +1,129 @@
+"""Products of a few rows with a large bfloat16 weight read it where it lies; all others stay as they are."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from k31compile import last_report
+from k31compile.kernels.cpu.direct_calls import count_calls
+from k31compile.kernels.registry import Choice, provider_for
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    if not provider_for("skinny_linear").provider.startswith("cpu-"):
+        pytest.skip("the kernels are not built here")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Odd(nn.Module):
+    """A layer with a bias, one without, and products that are written by hand."""
+
+    def __init__(self, depth=320, inner=203):
+        super().__init__()
+        self.up, self.down = nn.Linear(depth, inner), nn.Linear(inner, depth, bias=False)
+        self.left = nn.Parameter(torch.randn(130, depth) / depth**0.5)
+        self.added = nn.Parameter(torch.randn(130))
+
+    def forward(self, x):
+        y = self.down(torch.relu(self.up(x)))
+        flat = y.reshape(-1, y.shape[-1])
+        return torch.addmm(self.added, flat, self.left.t()) + flat @ self.left.t()
+
+
+def run(model, x, codegen="ops", dynamic=False, **options):
+    """The result, and how many products the report names."""
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="k31", options={"codegen": codegen, **options}, dynamic=dynamic)
+        got = compiled(x)
+    told = last_report().providers.get("skinny_linear", {"why": "0"})
+    return got, int(told["why"].split()[0])
+
+
+def served():
+    return count_calls("skinny_linear")[0]
+
+
+@pytest.mark.parametrize("codegen", ["ops", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(1, 320), (3, 1, 320), (320,)], ids=str)
+def test_the_result_is_that_of_torch(codegen, shape):
+    torch.manual_seed(0)
+    model, x = Odd().bfloat16().eval(), torch.randn(*shape).bfloat16()
+    with torch.no_grad():
+        want = copy.deepcopy(model).double()(x.double())
+    before = served()
+    got, count = run(model, x, codegen)
+    assert count == 4
+    assert served() - before >= 4
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), want, rtol=4e-2, atol=4e-2)
+
+
+def test_what_changes_in_a_weight_is_seen():
+    model, x = nn.Linear(256, 256).bfloat16().eval(), torch.randn(1, 256).bfloat16()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="k31", options={"codegen": "ops"}, dynamic=False)
+        first = compiled(x)
+        model.weight.data.mul_(2)
+        torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
+        assert not torch.equal(compiled(x), first)
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Linear(256, 256).bfloat16(), torch.randn(9, 256).bfloat16()),
+        (nn.Linear(256, 256).bfloat16(), torch.randn(5, 256).bfloat16()),  # 64 of depth for each row
+        (nn.Linear(256, 256), torch.randn(1, 256)),
+        (nn.Linear(256, 256).half(), torch.randn(1, 256).half()),
+        (nn.Linear(64, 4096).bfloat16(), torch.randn(1, 64).bfloat16()),
+        (nn.Linear(256, 100).bfloat16(), torch.randn(1, 256).bfloat16()),
+        (nn.Linear(256, 256).bfloat16(), torch.randn(0, 256).bfloat16()),
+    ],
+    ids=["many rows", "little depth for a row", "float32", "float16", "tiny depth", "small", "no rows"],
+)
+def test_others_stay(model, x):
+    got, count = run(model.eval(), x)
+    assert count == 0
+    with torch.no_grad():
+        torch.testing.assert_close(got, model(x), rtol=2e-2, atol=2e-2)
+
+
+def test_a_weight_that_lies_the_other_way_stays():
+    class Right(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.right = nn.Parameter(torch.randn(256, 256).bfloat16())
+
+        def forward(self, x):
+            return x @ self.right
+
+    assert run(Right(), torch.randn(1, 256).bfloat16())[1] == 0
+
+
+def test_dynamic_rows_stay():
+    assert run(nn.Linear(256, 256).bfloat16(), torch.randn(3, 256).bfloat16(), dynamic=True)[1] == 0
+
+
+def test_autocast_stays():
+    model = nn.Linear(256, 256).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(model, torch.randn(1, 256).bfloat16())[1] == 0
+
+
+def test_no_kernel_no_replacement(monkeypatch):
+    step = sys.modules["k31compile.targets.skinny_linears"]
+    monkeypatch.setattr(step, "provider_for", lambda name: Choice("torch", ""))
+    assert run(nn.Linear(256, 256).bfloat16(), torch.randn(1, 256).bfloat16())[1] == 0
+
+
+def test_packed_copies_are_for_the_others():
+    _, count = run(Odd().bfloat16().eval(), torch.randn(1, 320).bfloat16(), layout="nz")
+    assert count == 4
+    assert {(row["layout"], row["bytes"]) for row in last_report().weights} == {("nd", 0)}
+    assert "few rows" in last_report().weights[0]["reason"]
