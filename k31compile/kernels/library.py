@@ -21,17 +21,18 @@ def register_operator(
     reference: Callable[..., Any],
     providers: tuple[Provider, ...] = (),
     parts: Callable[..., Mapping[str, int]] | None = None,
+    is_for_cpu: bool = False,
 ) -> Operator:
     """Define ``k31::<schema>`` with its fake and its reference, and list it in `OPERATORS`.
 
     `providers` stand in order of preference; the reference serves whatever they decline. Tensors that are not on
     the CPU go to the reference directly. `parts` counts the smaller operators whose work a call does; none without
-    it. Raises ValueError when the name is taken.
+    it. `is_for_cpu` is that of `Operator`. Raises ValueError when the name is taken.
     """
     name = schema.partition("(")[0].strip()
     if name in OPERATORS:
         raise ValueError(f"operator k31::{name} is defined twice")
-    operator = Operator(name, schema, reference, (*providers, reference_provider(reference)))
+    operator = Operator(name, schema, reference, (*providers, reference_provider(reference)), is_for_cpu=is_for_cpu)
     operator = operator if parts is None else replace(operator, parts=parts)
     # pt2_compliant: fake and real agree (the suite runs opcheck on each operator).
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -45,7 +45,8 @@ class Choice:
 class Operator:
     """An operator of the ``k31`` namespace; `reference` is its definition, `providers` end with it.
 
-    `parts(*args, **kwargs)` counts the smaller operators whose work a call does.
+    `parts(*args, **kwargs)` counts the smaller operators whose work a call does. `is_for_cpu`: the CPU target alone
+    puts it into graphs, no pass does, so no other target meets it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Operator:
     reference: Callable[..., Any]
     providers: tuple[Provider, ...]
     parts: Callable[..., Mapping[str, int]] = _no_parts
+    is_for_cpu: bool = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Serve a CPU call by the first provider that is available and takes the arguments."""

@@ -60,4 +60,5 @@ OPERATOR = register_operator(
         skinny_linear_provider(),
         Provider("torch", lambda: (True, "torch's own linear layer"), _by_torch, _mixes_dtypes),
     ),
+    is_for_cpu=True,
 )

@@ -40,6 +40,12 @@ struct ExpertsCall {
     }
 };
 
+// Whether gate and up multiply pairs of bfloat16: then tokens across the lanes are packed as pairs.
+inline bool reads_pairs(const ExpertsCall& call) {
+    return PAIRS && call.x.dtype == BFLOAT16 && call.gate.dtype == BFLOAT16 && call.up.dtype == BFLOAT16 &&
+           !call.gate.transposed() && !call.up.transposed();
+}
+
 struct Pair {
     int32_t row;
     float weight;

@@ -4,6 +4,9 @@
 //   fewer than LANES    depth across the lanes            outputs across the lanes, sums in memory
 //   more tokens         tokens across the lanes           outputs across the lanes, sums in registers
 //
+// With tokens across the lanes two bfloat16 are multiplied as a pair, the projection read where it lies; what they are
+// multiplied with must be bfloat16 as well.
+//
 // A sum runs through the depth in an order that only the form decides.
 #pragma once
 #include <algorithm>
@@ -92,25 +95,27 @@ template <class F> K31_INLINE void for_panels(int64_t vectors, F f) {
 }
 
 // out[j][lane] (+)= rows[j] . panel, for n rows; whole tiles are computed, so rows up to the next multiple exist.
-template <int VECS>
-void multiply_panel(const char* const* rows, int64_t n, int64_t depth, const float* panel, bool fresh, float* out,
-                    int64_t stride) {
+template <class Dot, int VECS>
+void multiply_panel(const char* const* rows, int64_t n, int64_t depth, const typename Dot::Element* panel, bool fresh,
+                    float* out, int64_t stride) {
     constexpr int ROWS = TILE_ROWS<VECS>;
     for (int64_t j = 0; j < n; j += ROWS) {
         Floats sums[ROWS][VECS] = {};
         const int real = int(std::min<int64_t>(ROWS, n - j));
         for (int m = 0; m < real && !fresh; m++)
             for (int v = 0; v < VECS; v++) sums[m][v] = load<Floats>(out + (j + m) * stride + v * LANES);
-        dot_tile<FloatDot, ROWS, VECS>(rows + j, depth, panel, sums);
+        dot_tile<Dot, ROWS, VECS>(rows + j, depth, panel, sums);
         for (int m = 0; m < real; m++)
             for (int v = 0; v < VECS; v++) store(out + (j + m) * stride + v * LANES, sums[m][v]);
     }
 }
 
 // Tokens across the lanes: out[output][token], rows of whole vectors.
-inline void multiply_rows(const Part& part, const float* panels, int64_t tokens, float* out, char* copies) {
+template <class Dot>
+void multiply_rows(const Part& part, const typename Dot::Element* panels, int64_t tokens, float* out, char* copies) {
     const Matrix& matrix = part.matrix;
     const int64_t vectors = round_up(tokens, LANES) / LANES, stride = vectors * LANES;
+    const int64_t depth = depth_of<Dot>(part.depth);
     for (int64_t f = 0; f < part.count; f += ROW_GROUP) {
         const int64_t n = std::min(ROW_GROUP, part.count - f), next = std::min(f + 2 * ROW_GROUP, part.count);
         matrix.announce(part.first + f + ROW_GROUP, part.first + next, 0, part.depth);
@@ -121,13 +126,13 @@ inline void multiply_rows(const Part& part, const float* panels, int64_t tokens,
                 continue;
             }
             rows[r] = matrix.at(part.first + f + r, 0);
-            if (matrix.dtype == FLOAT32) continue;
-            copy_row(FloatDot{}, rows[r], matrix.dtype, part.depth, copies + r * part.depth * 4);
+            if (in_place<Dot>(matrix.dtype, part.depth)) continue;
+            copy_row(Dot{}, rows[r], matrix.dtype, part.depth, copies + r * part.depth * 4);
             rows[r] = copies + r * part.depth * 4;
         }
         for_panels(vectors, [&](auto width, int64_t v) {
-            multiply_panel<width.value>(rows, n, part.depth, panels + v * LANES * part.depth, true,
-                                        out + f * stride + v * LANES, stride);
+            multiply_panel<Dot, width.value>(rows, n, depth, panels + v * LANES * depth, true,
+                                             out + f * stride + v * LANES, stride);
         });
     }
 }
@@ -160,8 +165,9 @@ inline void multiply_columns(const Part& part, const float* activations, int64_t
                 const char* rows[ROW_GROUP];
                 for (int64_t r = 0; r < ROW_GROUP; r++)
                     rows[r] = reinterpret_cast<const char*>(activations + std::min(t + r, tokens - 1) * part.depth + d);
-                multiply_panel<width.value>(rows, std::min(ROW_GROUP, tokens - t), depth, panels + v * LANES * depth,
-                                            d == 0, out + t * CHUNK + v * LANES, CHUNK);
+                multiply_panel<FloatDot, width.value>(rows, std::min(ROW_GROUP, tokens - t), depth,
+                                                      panels + v * LANES * depth, d == 0, out + t * CHUNK + v * LANES,
+                                                      CHUNK);
             }
         });
     }
@@ -249,12 +255,15 @@ template <bool HALF> void multiply_few(const Part& part, const float* activation
     }
 }
 
-// The product of a part with `tokens` activations, both laid out as by_lanes says.
-inline void multiply(const Part& part, const float* activations, int64_t tokens, float* out, ProductScratch& scratch) {
+// The product of a part with `tokens` activations, both laid out as by_lanes says; `pairs`: panels hold pairs.
+inline void multiply(const Part& part, const float* activations, int64_t tokens, float* out, ProductScratch& scratch,
+                     bool pairs = false) {
     if (tokens < LANES)
         (part.matrix.dtype == BFLOAT16 ? multiply_few<true> : multiply_few<false>)(part, activations, tokens, out);
     else if (part.matrix.transposed) multiply_columns(part, activations, tokens, out, scratch.panels);
-    else multiply_rows(part, activations, tokens, out, scratch.copies);
+    else if (pairs)
+        multiply_rows<PairDot>(part, reinterpret_cast<const uint32_t*>(activations), tokens, out, scratch.copies);
+    else multiply_rows<FloatDot>(part, activations, tokens, out, scratch.copies);
 }
 
 }  // namespace k31

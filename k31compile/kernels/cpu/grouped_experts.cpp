@@ -30,7 +30,7 @@ struct Grid {
 // What one thread works with.
 struct Worker {
     float* rows;     // [tokens][width]: the tokens of a block as floats
-    float* panels;   // the same across the lanes
+    float* panels;   // the same across the lanes, or pairs of them
     float* first;    // a chunk of a product
     float* second;
     ProductScratch product;
@@ -50,13 +50,24 @@ const float* Worker::gather(const ExpertsCall& call, const ExpertBlock& block, i
     const bool across = by_lanes(call.gate.transposed(), block.tokens);
     if (number == prepared) return across ? panels : rows;
     prepared = number;
+    const bool pairs = across && reads_pairs(call);
+    char* const lines = reinterpret_cast<char*>(rows);
     for (int64_t t = 0; t < block.tokens; t++) {
         const char* from = call.x.data + block.pairs[t].row * call.x.stride_outer * size_of(call.x.dtype);
-        copy_row(FloatDot{}, from, call.x.dtype, call.width, reinterpret_cast<char*>(rows + t * call.width));
+        if (pairs) std::memcpy(lines + t * call.width * 2, from, size_t(call.width) * 2);
+        else copy_row(FloatDot{}, from, call.x.dtype, call.width, lines + t * call.width * 4);
     }
     if (!across) return rows;
+    if (pairs) {
+        const int64_t depth = depth_of<PairDot>(call.width);
+        for_panels(block.lanes() / LANES, [&](auto width, int64_t v) {
+            pack_panel<PairDot>(lines, BFLOAT16, call.width, block.tokens, v * LANES, width.value, call.width,
+                                reinterpret_cast<uint32_t*>(panels) + v * LANES * depth);
+        });
+        return panels;
+    }
     for_panels(block.lanes() / LANES, [&](auto width, int64_t v) {
-        pack_panel<FloatDot>(reinterpret_cast<const char*>(rows), FLOAT32, call.width, block.tokens, v * LANES,
+        pack_panel<FloatDot>(lines, FLOAT32, call.width, block.tokens, v * LANES,
                              width.value, call.width, panels + v * LANES * call.width);
     });
     return panels;
@@ -101,11 +112,11 @@ void fill_hidden(const ExpertsCall& call, Worker& worker, const ExpertBlock& blo
                  float* hidden) {
     const float* x = worker.gather(call, block, number);
     const Matrix gate = call.gate.of(block.expert), up = call.up.of(block.expert);
-    const bool across = by_lanes(gate.transposed, block.tokens);
+    const bool across = by_lanes(gate.transposed, block.tokens), pairs = reads_pairs(call);
     for (int64_t i = from; i < to; i += CHUNK) {
         const int64_t count = std::min(CHUNK, to - i);
-        multiply({gate, i, count, call.width}, x, block.tokens, worker.first, worker.product);
-        multiply({up, i, count, call.width}, x, block.tokens, worker.second, worker.product);
+        multiply({gate, i, count, call.width}, x, block.tokens, worker.first, worker.product, pairs);
+        multiply({up, i, count, call.width}, x, block.tokens, worker.second, worker.product, pairs);
         if (across) activate(call, worker.first, worker.second, count * block.lanes());
         for (int64_t t = 0; t < block.tokens && !across; t++)
             activate(call, worker.first + t * CHUNK, worker.second + t * CHUNK, round_up(count, LANES));

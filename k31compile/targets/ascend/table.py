@@ -44,7 +44,7 @@ def page() -> str:
 
 
 def _rows() -> Iterator[str]:
-    for operator in sorted(OPERATORS):
+    for operator in sorted(name for name, one in OPERATORS.items() if not one.is_for_cpu):
         lowerings = in_order(operator)
         if not lowerings:
             yield f"| `{operator}` | none | | refused, with the reason |\n"
