@@ -32,30 +32,65 @@ class Valid {
     std::unique_ptr<uint8_t[]> own_;
 };
 
+// Frozen sums one by one, in the order of the banks that hold them.
+class FrozenSums {
+  public:
+    // False unless each bank is [tokens, ., width] and readable.
+    bool take(const Tensor* first, int64_t banks, int64_t tokens, int64_t width) {
+        for (const Tensor* bank = first; bank != first + banks; bank++) {
+            if (bank->dim != 3 || !is_readable(*bank)) return false;
+            if (bank->sizes[0] != tokens || bank->last() != width) return false;
+            for (int64_t i = 0; i < bank->sizes[1]; i++) {
+                char* const data = bank->data + i * bank->strides[1] * size_of(bank->kind);
+                sums_.push_back({data, bank->kind, 0, 0, bank->strides[0]});
+            }
+        }
+        return true;
+    }
+    int64_t count() const { return int64_t(sums_.size()); }
+    const Operand* data() const { return sums_.data(); }
+
+  private:
+    std::vector<Operand> sums_;
+};
+
+// A vector as it lies where the kernel reads it so, else a copy.
+bool take_rows(const Tensor& x, Floats32& copy, Operand& rows) {
+    if (is_readable(x)) rows = row_operand(x);
+    else if (!copy.take(x)) return false;
+    else rows = {reinterpret_cast<const char*>(copy.data()), IS_FLOAT32, 0, 0, x.last()};
+    return true;
+}
+
 }  // namespace
 
 bool serve_attn_res_prepare(Arguments& given, Results& results) {
     const Tensor &bank = given.tensor(), &queries = given.tensor();
     const double eps = given.number();
     const Tensor* valid = given.tensor_or_none();
-    if (!given.sound() || bank.dim != 3 || queries.dim != 2 || !is_readable(bank)) return false;
-    const int64_t tokens = bank.sizes[0], blocks = bank.sizes[1], width = bank.sizes[2], count = queries.sizes[0];
+    const Tensors more = given.tensors_or_none();
+    const bool mix = given.flag();
+    if (!given.sound() || bank.dim != 3 || queries.dim != 2) return false;
+    const int64_t tokens = bank.sizes[0], width = bank.sizes[2], count = queries.sizes[0];
+    FrozenSums sums;
+    if (!sums.take(&bank, 1, tokens, width) || !sums.take(more.first, more.count, tokens, width)) return false;
     Floats32 rows;
     Valid counts;
-    if (queries.sizes[1] != width || !rows.take(queries) || !counts.take(valid, blocks)) return false;
     PrepareCall call{};
-    call.bank = row_operand(bank);
-    call.queries = {reinterpret_cast<const char*>(rows.data()), IS_FLOAT32, 0, 0, width};
+    if (queries.sizes[1] != width || !take_rows(queries, rows, call.queries)) return false;
+    if (!counts.take(valid, sums.count())) return false;
+    call.blocks = sums.data();
     call.valid = counts.data();
     call.tokens = tokens;
-    call.blocks = blocks;
-    call.queries_count = count;
+    call.block_count = sums.count();
+    call.query_count = count;
     call.width = width;
     call.eps = eps;
     call.threads = given.threads();
     call.maximum = reinterpret_cast<float*>(results.add(IS_FLOAT32, {tokens, count}));
     call.total = reinterpret_cast<float*>(results.add(IS_FLOAT32, {tokens, count}));
-    call.mixture = reinterpret_cast<float*>(results.add(IS_FLOAT32, {tokens, count, width}));
+    float*& third = mix ? call.mixture : call.weights;
+    third = reinterpret_cast<float*>(results.add(IS_FLOAT32, {tokens, count, mix ? width : sums.count()}));
     return k31_attn_res_prepare(&call) == OK;
 }
 
@@ -68,23 +103,28 @@ bool serve_attn_res_update(Arguments& given, Results& results) {
     const Tensor* norm_weight = given.tensor_or_none();
     const double norm_eps = given.number();
     const int64_t mixed_dtype = given.dtype_or(partial.kind);
+    const Tensors bank = given.tensors_or_none();
     if (!given.sound() || partial.dim != 2 || !is_readable(partial)) return false;
     const int64_t tokens = partial.sizes[0], width = partial.sizes[1];
     if (delta && (!is_readable(*delta) || !has_shape(*delta, {tokens, width}))) return false;
     if (norm_weight && (!is_readable(*norm_weight) || !has_shape(*norm_weight, {width}))) return false;
     for (const Tensor* x : {&maximum, &total})
         if (x->kind != IS_FLOAT32 || !has_shape(*x, {tokens})) return false;
-    if (mixture.kind != IS_FLOAT32 || !is_readable(mixture) || !has_shape(mixture, {tokens, width})) return false;
+    FrozenSums sums;
+    if (!sums.take(bank.first, bank.count, tokens, width)) return false;
+    const int64_t prepared = bank.count ? sums.count() : width;
+    if (mixture.kind != IS_FLOAT32 || !is_readable(mixture) || !has_shape(mixture, {tokens, prepared})) return false;
     Floats32 numbers;
-    if (!has_shape(query, {width}) || !numbers.take(query)) return false;
     UpdateCall call{};
+    if (!has_shape(query, {width}) || !take_rows(query, numbers, call.query)) return false;
     call.partial = row_operand(partial);
     if (delta) call.delta = row_operand(*delta);
     call.maximum = number_operand(maximum);
     call.total = number_operand(total);
     call.mixture = row_operand(mixture);
-    call.query = {reinterpret_cast<const char*>(numbers.data()), IS_FLOAT32, 0, 0, 0};
     if (norm_weight) call.norm_weight = row_operand(*norm_weight);
+    call.blocks = bank.count ? sums.data() : nullptr;
+    call.block_count = sums.count();
     call.tokens = tokens;
     call.width = width;
     call.eps = eps;
