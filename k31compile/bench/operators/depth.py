@@ -60,17 +60,21 @@ def _make(rows: int) -> Work:
     prefix, bank, deltas = stream(), tuple(stream() for _ in range(_SUMS)), tuple(stream() for _ in range(_STEPS))
     block = Block().bfloat16().eval()
     steps: list[Any] = list(block.steps)
-    queries = torch.stack([step.proj.weight.data.squeeze(0) * step.norm.weight.data for step in steps])
     eps = steps[0].norm.eps
     form = Form("", block, lambda function: lambda: function(prefix, bank, deltas))
 
+    # What the graph of `block` calls, with its queries in float32. Views cost nothing there, so those of arguments are
+    # made before.
+    prepare, update = torch.ops.k31.attn_res_prepare.default, torch.ops.k31.attn_res_update.default
+    queries = torch.stack([step.proj.weight.data.squeeze(0).float() * step.norm.weight.data.float() for step in steps])
+    each, added = queries.unbind(), [delta[0] for delta in deltas]
+    sums = [one[0].unsqueeze(1) for one in bank]
+
     def ours() -> tuple[Tensor, ...]:
-        sums = torch.stack([one[0] for one in bank], dim=1)
-        maximum, total, mixture = torch.ops.k31.attn_res_prepare(sums, queries, eps=eps)
+        prepared = prepare(sums[0], queries, eps=eps, more=sums[1:], mix=False)
         last, mixed = prefix[0], []
-        for step, delta in enumerate(deltas):
-            prepared = maximum[:, step], total[:, step], mixture[:, step]
-            last, one = torch.ops.k31.attn_res_update(last, delta[0], *prepared, queries[step], eps=eps)
+        for query, delta, *mine in zip(each, added, *(part.unbind(1) for part in prepared), strict=True):
+            last, one = update(last, delta, *mine, query, eps=eps, bank=sums)
             mixed.append(one)
         return last, *mixed
 
