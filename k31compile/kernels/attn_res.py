@@ -28,7 +28,7 @@ PREPARE_SCHEMA = (
 UPDATE_SCHEMA = (
     "attn_res_update(Tensor partial, Tensor? delta, Tensor maximum, Tensor total, Tensor mixture, Tensor query, *, "
     "float eps, Tensor? norm_weight=None, float norm_eps=1e-5, ScalarType? dtype=None, "
-    "Tensor[]? bank=None) -> (Tensor, Tensor)"
+    "Tensor[]? bank=None, int? slot=None) -> (Tensor, Tensor)"
 )
 
 
@@ -81,8 +81,9 @@ def attn_res_update_reference(call: Update) -> tuple[torch.Tensor, torch.Tensor]
         h = (exp(maximum - M) mixture + exp(r - M) p) / (exp(maximum - M) total + exp(r - M))
 
     in float32 (float64 for float64 tensors), rounded to `dtype`. With `bank`, mixture holds weights [M, N], and the
-    frozen sums times these stand for it; one whose weight is 0 is not read. With `norm_weight` the rounded rows are
-    normalised in float32 and rounded to `dtype` again: exactly the RMS norm that would have read them.
+    frozen sums times these stand for it; one whose weight is 0 is not read. `slot` says which of many queries is meant.
+    With `norm_weight` the rounded rows are normalised in float32 and rounded to `dtype` again: exactly the RMS norm
+    that would have read them.
 
     Returns p [M, D] (a copy of partial without a delta), and h or the normalised h [M, D]. Where nothing was prepared
     (maximum -inf, total 0, mixture 0) h is p. Raises OperatorError on anything outside this contract.
@@ -91,14 +92,15 @@ def attn_res_update_reference(call: Update) -> tuple[torch.Tensor, torch.Tensor]
     result.copy_(call.partial if call.delta is None else call.partial + call.delta.to(call.partial.dtype))
     tensors = (call.partial, call.delta, call.maximum, call.total, call.mixture, call.query, call.norm_weight)
     dtype = accumulation_dtype(*tensors, *(call.bank or ()))
-    p, maximum, mixture = result.to(dtype), call.maximum.to(dtype), call.mixture.to(dtype)
+    maximum, total, mixture = (tensor.to(dtype) for tensor in call.prepared)
+    p = result.to(dtype)
     if call.bank is not None:
         blocks = _joined(call.bank, dtype) if call.bank else mixture.new_empty((*mixture.shape, p.shape[1]))
         mixture = (torch.where(mixture == 0, 0, blocks.permute(2, 0, 1)) * mixture).sum(-1).T
     logit = (p * call.query.to(dtype)).sum(-1) * _inverse_rms(p, call.eps)
     top = torch.maximum(maximum, logit)
     before, own = torch.exp(maximum - top), torch.exp(logit - top)
-    shared = before * call.total.to(dtype) + own
+    shared = before * total + own
     mixed.copy_((before[:, None] * mixture + own[:, None] * p) / shared[:, None])
     if call.norm_weight is not None:
         h = mixed.to(dtype)

@@ -93,6 +93,7 @@ class Update:
         norm_weight: [D], of an RMS norm with `norm_eps` that follows; none without one.
         dtype: of the mixed rows; that of partial without one.
         bank: banks [M, n, D] of N blocks in all; `mixture` is then their weights [M, N], and they are mixed here.
+        slot: which query is meant where maximum, total and mixture are those of all, [M, Q] and [M, Q, ..].
     """
 
     partial: torch.Tensor
@@ -107,6 +108,16 @@ class Update:
     norm_eps: float = 1e-5
     dtype: torch.dtype | None = None
     bank: Sequence[torch.Tensor] | None = None
+    slot: int | None = None
+
+    @property
+    def prepared(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Maximum [M], total [M] and mixture [M, D] or weights [M, N] of this query."""
+        prepared = self.maximum, self.total, self.mixture
+        if self.slot is None:
+            return prepared
+        maximum, total, mixture = (tensor.select(1, self.slot) for tensor in prepared)
+        return maximum, total, mixture
 
     def check_words(self) -> None:
         """Check ranks and result dtype."""
@@ -121,12 +132,13 @@ class Update:
         tokens, width = self.partial.shape
         check_bank_sizes("bank", self.bank, ("partial", self.partial), (tokens, width))
         prepared = width if self.bank is None else sum(bank.shape[1] for bank in self.bank)
+        queries = () if self.slot is None else (self._check_slot(self.slot),)
         expected = {
             "partial": (tokens, width),
             "delta": (tokens, width),
-            "maximum": (tokens,),
-            "total": (tokens,),
-            "mixture": (tokens, prepared),
+            "maximum": (tokens, *queries),
+            "total": (tokens, *queries),
+            "mixture": (tokens, *queries, prepared),
             "query": (width,),
             "norm_weight": (width,),
         }
@@ -135,6 +147,15 @@ class Update:
             if tensor is not None:
                 check_floats(("partial", self.partial), (name, tensor))
                 check_shape(name, tensor, shape)
+
+    def _check_slot(self, slot: int) -> int:
+        """How many queries were prepared, of which `slot` is one."""
+        if self.maximum.dim() != 2:
+            raise OperatorError(f"maximum must be [M, Q] with a slot, not {list(self.maximum.shape)}")
+        queries = self.maximum.shape[1]
+        if not 0 <= slot < queries:
+            raise OperatorError(f"slot must be 0 to {queries - 1}, one of the {queries} queries, not {slot}")
+        return queries
 
     @property
     def mixed_dtype(self) -> torch.dtype:

@@ -12,7 +12,9 @@ Before:
 After:
 
     maximum, total, weights = k31.attn_res_prepare(first, queries, more=[second], mix=False)
-    k31.attn_res_update(..., weights[:, i], ..., bank=[first, second])
+    k31.attn_res_update(..., maximum, total, weights, ..., bank=[first, second], slot=i)
+
+A small bank is joined as before: a view of each part for each step would cost more.
 
 Left as it is where anything else reads the mixture, where there are many frozen sums, and where the kernels do not
 serve: the reference would join the bank again in each step.
@@ -21,6 +23,7 @@ serve: the reference would join the bank again in each step.
 from __future__ import annotations
 
 import operator
+from math import prod
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ from k31compile.passes.recognise.depth_additions import UPDATE
 from k31compile.passes.recognise.shared_depth import PREPARE, call
 
 _MOST_BYTES = 16  # of a column of the bank: eight sums in bfloat16, four in float32
+_WORTH_VIEWS = 1 << 20  # bytes of a bank below which joining it costs less than a view of each part for each step
 _MIXTURE = 4  # its place among the arguments of an update
 _VIEWS = {ATEN.narrow.default, ATEN.select.int, ATEN.slice.Tensor}
 
@@ -112,11 +116,37 @@ def _mix_later(graph: fx.Graph, prepare: fx.Node, views: list[fx.Node]) -> None:
         for update in [user for user in view.users if user.target is UPDATE]:
             update.update_arg(_MIXTURE, narrow[view])
             update.update_kwarg("bank", parts)
+            _name_slot(update)
+
+
+def _name_slot(update: fx.Node) -> None:
+    """Give an update what was prepared for all queries and say which is meant, in the place of a view of each."""
+    (maximum, slot), *others = (_slot_of(value) for value in update.args[2:5])
+    if update.kwargs.get("slot") is not None or slot is None or any(other != slot for _, other in others):
+        return
+    prepared = [maximum, *(item for item, _ in others)]
+    if len({item.args[0] for item in prepared}) == 1:
+        update.args = (*update.args[:2], *prepared, *update.args[5:])
+        update.update_kwarg("slot", slot)
+
+
+def _slot_of(value: Any) -> tuple[Any, int | None]:
+    """A result of a preparation and the query whose part of it a value is; None where it is nothing of the kind."""
+    slot = 0
+    while value.target in _VIEWS and value.args[1:2] == (1,):
+        start, step = value.args[2], value.args[4:]
+        if not isinstance(start, int) or start < 0 or step not in ((), (1,)):
+            return value, None
+        slot, value = slot + start, value.args[0]
+    return value, slot if value.target is operator.getitem else None
 
 
 def _parts(bank: Any) -> list[fx.Node]:
-    """The banks that were joined for preparations alone; else the bank itself."""
+    """The banks that were joined for preparations alone, where they are large; else the bank itself."""
     if bank.target is not ATEN.cat.default or bank.args[1:] != (1,) or any(u.target is not PREPARE for u in bank.users):
         return [bank]
-    parts = list(bank.args[0])
+    whole, parts = value_of(bank), list(bank.args[0])
+    sizes = [size for size in whole.shape if isinstance(size, int)]
+    if len(sizes) == whole.dim() and prod(sizes) * whole.itemsize < _WORTH_VIEWS:
+        return [bank]
     return parts if all(_is_readable(value_of(part)) for part in parts) else [bank]

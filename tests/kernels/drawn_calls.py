@@ -160,11 +160,14 @@ def attn_res_prepare(draw):
 
 def attn_res_update(draw):
     tokens, width = draw.size(5), draw.size(40)
-    maximum, total = (draw.floats(tokens, dtypes=(torch.float32,), readable=False) for _ in range(2))
+    queries = draw.one(None, draw.size(4))
+    slot, all_of = None if queries is None else draw.choices.randrange(queries), () if queries is None else (queries,)
+    maximum, total = (draw.floats(tokens, *all_of, dtypes=(torch.float32,), readable=False) for _ in range(2))
     bank, blocks = _banks(draw, tokens, width) if draw.chance() else (None, width)
-    mixture = draw.floats(tokens, blocks, dtypes=(torch.float32, torch.float32, torch.bfloat16))
+    mixture = draw.floats(tokens, *all_of, blocks, dtypes=(torch.float32, torch.float32, torch.bfloat16))
     delta, norm = draw.maybe(lambda: draw.floats(tokens, width)), draw.maybe(lambda: draw.floats(width))
-    options = {"eps": 1e-6, "norm_weight": norm, "norm_eps": 1e-5, "dtype": draw.one(None, *FLOATS), "bank": bank}
+    options = {"eps": 1e-6, "norm_weight": norm, "norm_eps": 1e-5, "dtype": draw.one(None, *FLOATS)}
+    options |= {"bank": bank, "slot": slot}
     return (draw.floats(tokens, width), delta, maximum, total.abs(), mixture, draw.floats(width)), options
 
 

@@ -311,6 +311,18 @@ def test_a_sum_without_weight_is_not_read(attn_res):
     assert attn_res[1](**case, bank=[bank])[1].isnan().all(1).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("mix", [True, False])
+def test_a_slot_among_all_queries(attn_res, mix):
+    case, bank = draw_update(3, 33), draw(3, 4, 5, 33)
+    names = ("maximum", "total", "mixture")
+    prepared = dict(zip(names, attn_res[0](**bank, mix=mix), strict=True))
+    more = {} if mix else {"bank": [bank["bank"]]}
+    for slot in (0, 3, 4):
+        got = attn_res[1](**case | prepared, slot=slot, **more)
+        want = attn_res[1](**case | {name: prepared[name][:, slot] for name in names}, **more)
+        assert all(map(torch.equal, got, want))
+
+
 def test_a_bank_of_nothing(attn_res):
     case = draw_update(3, 19)
     case |= {"maximum": torch.full((3,), -torch.inf), "total": torch.zeros(3), "mixture": torch.ones(3, 0)}
@@ -443,8 +455,9 @@ def test_opcheck(utility):
                 {"eps": EPS, "valid": valid, **options},
                 test_utils=utility,
             )
+    one = {"maximum": torch.ones(2, 5), "total": torch.ones(2, 5), "mixture": torch.ones(2, 5, 7), "slot": 2}
     banks = {"mixture": torch.ones(2, 3), "bank": [case["bank"][:, :1], case["bank"][:, 1:]]}
-    for changes in ({}, {"delta": None}, {"norm_weight": torch.ones(7), "dtype": torch.bfloat16}, banks):
+    for changes in ({}, {"delta": None}, {"norm_weight": torch.ones(7), "dtype": torch.bfloat16}, banks, one):
         update = draw_update() | changes
         names = ("partial", "delta", "maximum", "total", "mixture", "query")
         arguments = tuple(update.pop(name) for name in names)
@@ -484,6 +497,10 @@ BAD_UPDATE_CALLS = [
     ({"norm_weight": torch.ones(2)}, r"norm_weight must have shape \[7\]"),
     ({"mixture": torch.ones(2, 7, device="meta")}, "mixture is on meta, partial on cpu"),
     ({"dtype": torch.int64}, "dtype must be floating point"),
+    ({"slot": 0}, r"maximum must be \[M, Q\] with a slot"),
+    ({"maximum": torch.ones(2, 3), "slot": 3}, "slot must be 0 to 2, one of the 3 queries, not 3"),
+    ({"maximum": torch.ones(2, 3), "slot": -1}, "slot must be 0 to 2"),
+    ({"maximum": torch.ones(2, 3), "slot": 1}, r"total must have shape \[2, 3\], not \[2\]"),
     ({"bank": [torch.ones(2, 7)]}, r"bank\[0\] must be \[M, n, D\]"),
     ({"bank": [torch.ones(2, 3, 7)]}, r"mixture must have shape \[2, 3\], not \[2, 7\]"),
     ({"bank": [torch.ones(2, 3, 7), torch.ones(2, 4, 8)]}, r"bank\[1\] must have shape \[2, 4, 7\]"),

@@ -89,6 +89,8 @@ def test_attn_res_update_from_the_bank(blocks):
         weights[1] = 0
         banks[0][1] = torch.nan  # what has no weight is not read
     hold("attn_res_update", draw(5, 11), None, draw(5), draw(5).abs(), weights, draw(11), eps=1e-5, bank=banks)
+    many = draw(5, 3), draw(5, 3).abs(), torch.stack([weights + 1, weights, weights + 2], 1)
+    hold("attn_res_update", draw(5, 11), None, *many, draw(11), eps=1e-5, bank=banks, slot=1)
 
 
 @pytest.mark.parametrize("with_delta", [True, False])

@@ -20,6 +20,12 @@ def _built():
         pytest.skip("the kernels are not built here")
 
 
+@pytest.fixture
+def large(monkeypatch):
+    """Take every bank for one that is too large to be joined."""
+    monkeypatch.setattr(frozen_sums, "_WORTH_VIEWS", 0)
+
+
 def draw(blocks=4, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(blocks)
 
@@ -72,19 +78,55 @@ def with_a_part_to_copy(running, deltas, queries, first, second):
         (with_a_part_to_copy, True, 4),
     ],
 )
-def test_steps_mix_where_the_sums_lie(program, is_joined, blocks):
+def test_steps_mix_where_the_sums_lie(program, is_joined, blocks, large):
     found = sketch(program, *draw())
     want = found.run()
     assert mix_where_sums_lie(found.module) == 1
     assert ("cat" in found.operators) == is_joined
     calls = found.module.graph.find_nodes(op="call_function", target=update.default)
     assert len(calls) == STEPS
-    for call in calls:
+    for i, call in enumerate(calls):
         assert sum(part.meta["val"].shape[1] for part in call.kwargs["bank"]) == blocks
-        assert call.args[4].meta["val"].shape == (TOKENS, blocks)
+        assert [value.meta["val"].shape[1:] for value in call.args[2:5]] == [(STEPS,), (STEPS,), (STEPS, blocks)]
+        assert call.kwargs["slot"] == i
     for got, expected in zip(found.run(), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)
     assert mix_where_sums_lie(found.module) == 0
+
+
+def test_a_small_bank_is_joined_once():
+    found = sketch(joined, *draw())
+    want = found.run()
+    assert mix_where_sums_lie(found.module) == 1
+    assert found.operators.count("cat") == 1
+    for got, expected in zip(found.run(), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)
+
+
+def of_the_next_query(running, deltas, queries, *parts):
+    maximum, total, mixture = prepare(torch.cat(parts, 1), queries, eps=1e-5)
+    return update(running, None, maximum.select(1, 0), total.select(1, 0), mixture.select(1, 1), queries[0], eps=1e-5)
+
+
+def from_the_end(running, deltas, queries, *parts):
+    last = (part.narrow(1, 1, 2).select(1, -1) for part in prepare(torch.cat(parts, 1), queries, eps=1e-5))
+    return update(running, None, *last, queries[2], eps=1e-5)
+
+
+def every_other(running, deltas, queries, *parts):
+    last = (part[:, ::2].select(1, 1) for part in prepare(torch.cat(parts, 1), queries, eps=1e-5))
+    return update(running, None, *last, queries[2], eps=1e-5)
+
+
+@pytest.mark.parametrize("program", [of_the_next_query, from_the_end, every_other])
+def test_no_slot_where_the_views_do_not_say_one(program):
+    found = sketch(program, *draw())
+    want = found.run()
+    assert mix_where_sums_lie(found.module) == 1
+    (call,) = found.module.graph.find_nodes(op="call_function", target=update.default)
+    assert "slot" not in call.kwargs
+    for got, expected in zip(found.run(), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)
 
 
 def mixture_returned(running, deltas, queries, *parts):
@@ -154,7 +196,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_the_model_keeps_neither_stack_nor_mixture(dynamic, monkeypatch):
+def test_the_model_keeps_neither_stack_nor_mixture(dynamic, monkeypatch, large):
     seen = []
 
     def spy(module):

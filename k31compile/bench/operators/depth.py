@@ -71,10 +71,11 @@ def _make(rows: int) -> Work:
     sums = [one[0].unsqueeze(1) for one in bank]
 
     def ours() -> tuple[Tensor, ...]:
-        prepared = prepare(sums[0], queries, eps=eps, more=sums[1:], mix=False)
+        read = [torch.cat(sums, 1)] if rows == 1 else sums
+        prepared = prepare(read[0], queries, eps=eps, more=read[1:] or None, mix=False)
         last, mixed = prefix[0], []
-        for query, delta, *mine in zip(each, added, *(part.unbind(1) for part in prepared), strict=True):
-            last, one = update(last, delta, *mine, query, eps=eps, bank=sums)
+        for slot, (query, delta) in enumerate(zip(each, added, strict=True)):
+            last, one = update(last, delta, *prepared, query, eps=eps, bank=read, slot=slot)
             mixed.append(one)
         return last, *mixed
 

@@ -59,9 +59,9 @@ def update_provider(variant: str = "fast") -> Provider:
     @taking(Update)
     def run(call: Update) -> tuple[torch.Tensor, torch.Tensor]:
         result, mixed = call.new_results()
-        partial, mixture, query = (calls.readable(x) for x in (call.partial, call.mixture.float(), call.query))
+        maximum, total, mixture = (tensor.float() for tensor in call.prepared)
+        partial, mixture, query = (calls.readable(x) for x in (call.partial, mixture, call.query))
         delta, norm_weight = (None if x is None else calls.readable(x) for x in (call.delta, call.norm_weight))
-        maximum, total = call.maximum.float(), call.total.float()
         banks = [calls.readable(bank) for bank in call.bank or ()]
         sums = calls.sum_operands(banks)
         arguments = calls.AttnResUpdateCall(

@@ -54,6 +54,30 @@ class FrozenSums {
     std::vector<Operand> sums_;
 };
 
+// What was prepared for a query: the tensor itself, or its part for one of many.
+class Prepared {
+  public:
+    bool take(const Tensor& x, const int64_t* slot, int64_t queries) {
+        tensor_ = x;
+        if (!slot) return true;
+        if (x.dim < 2 || x.dim > MOST + 1 || x.kind != IS_FLOAT32) return false;
+        if (x.sizes[1] != queries || *slot < 0 || *slot >= queries) return false;
+        for (int64_t from = 0, to = 0; from < x.dim; from++) {
+            if (from == 1) continue;
+            sizes_[to] = x.sizes[from];
+            strides_[to++] = x.strides[from];
+        }
+        tensor_ = {x.data + *slot * x.strides[1] * 4, x.kind, x.dim - 1, sizes_, strides_};
+        return true;
+    }
+    const Tensor& tensor() const { return tensor_; }
+
+  private:
+    static constexpr int64_t MOST = 2;  // dimensions of a part
+    Tensor tensor_{};
+    int64_t sizes_[MOST]{}, strides_[MOST]{};
+};
+
 // A vector as it lies where the kernel reads it so, else a copy.
 bool take_rows(const Tensor& x, Floats32& copy, Operand& rows) {
     if (is_readable(x)) rows = row_operand(x);
@@ -97,26 +121,32 @@ bool serve_attn_res_prepare(Arguments& given, Results& results) {
 bool serve_attn_res_update(Arguments& given, Results& results) {
     const Tensor& partial = given.tensor();
     const Tensor* delta = given.tensor_or_none();
-    const Tensor &maximum = given.tensor(), &total = given.tensor(), &mixture = given.tensor();
+    const Tensor* all[] = {&given.tensor(), &given.tensor(), &given.tensor()};
     const Tensor& query = given.tensor();
     const double eps = given.number();
     const Tensor* norm_weight = given.tensor_or_none();
     const double norm_eps = given.number();
     const int64_t mixed_dtype = given.dtype_or(partial.kind);
     const Tensors bank = given.tensors_or_none();
+    const int64_t* slot = given.integer_or_none();
     if (!given.sound() || partial.dim != 2 || !is_readable(partial)) return false;
     const int64_t tokens = partial.sizes[0], width = partial.sizes[1];
     if (delta && (!is_readable(*delta) || !has_shape(*delta, {tokens, width}))) return false;
     if (norm_weight && (!is_readable(*norm_weight) || !has_shape(*norm_weight, {width}))) return false;
+    Prepared prepared[3];
+    const int64_t queries = all[0]->dim > 1 ? all[0]->sizes[1] : 0;
+    for (int i = 0; i < 3; i++)
+        if (!prepared[i].take(*all[i], slot, queries)) return false;
+    const Tensor &maximum = prepared[0].tensor(), &total = prepared[1].tensor(), &mixture = prepared[2].tensor();
     for (const Tensor* x : {&maximum, &total})
         if (x->kind != IS_FLOAT32 || !has_shape(*x, {tokens})) return false;
     FrozenSums sums;
     if (!sums.take(bank.first, bank.count, tokens, width)) return false;
-    const int64_t prepared = bank.count ? sums.count() : width;
-    if (mixture.kind != IS_FLOAT32 || !is_readable(mixture) || !has_shape(mixture, {tokens, prepared})) return false;
-    Floats32 numbers;
+    const int64_t numbers = bank.count ? sums.count() : width;
+    if (mixture.kind != IS_FLOAT32 || !is_readable(mixture) || !has_shape(mixture, {tokens, numbers})) return false;
+    Floats32 copy;
     UpdateCall call{};
-    if (!has_shape(query, {width}) || !take_rows(query, numbers, call.query)) return false;
+    if (!has_shape(query, {width}) || !take_rows(query, copy, call.query)) return false;
     call.partial = row_operand(partial);
     if (delta) call.delta = row_operand(*delta);
     call.maximum = number_operand(maximum);

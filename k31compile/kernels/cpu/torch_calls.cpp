@@ -68,7 +68,7 @@ Operator OPERATORS[] = {
      serve_attn_res_prepare},
     {"attn_res_update(Tensor partial, Tensor? delta, Tensor maximum, Tensor total, Tensor mixture, Tensor query, *, "
      "float eps, Tensor? norm_weight=None, float norm_eps=1e-5, ScalarType? dtype=None, "
-     "Tensor[]? bank=None) -> (Tensor, Tensor)",
+     "Tensor[]? bank=None, int? slot=None) -> (Tensor, Tensor)",
      serve_attn_res_update},
     {"short_conv(Tensor x, Tensor weight, *, Tensor? bias=None, Tensor? state=None, "
      "Tensor? actual_seq_lengths=None, str activation='silu') -> (Tensor, Tensor)",

@@ -61,10 +61,13 @@ def attn_res_update(
     norm_eps: float = 1e-5,
     dtype: torch.dtype | None = None,
     bank: Sequence[Tensor] | None = None,
+    slot: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The running sum with what a sub-layer adds, merged into the mixture, and normalised where a norm reads it."""
     summed = partial.clone() if delta is None else partial + delta.to(partial.dtype)
     wide = accumulation_dtype(partial, delta, maximum, total, mixture, query, norm_weight, *(bank or ()))
+    if slot is not None:
+        maximum, total, mixture = maximum[:, slot], total[:, slot], mixture[:, slot]
     p, maximum, mixture = summed.to(wide), maximum.to(wide), mixture.to(wide)
     if bank:
         # A weight of 0 says that a sum does not count, whatever it holds.
