@@ -2,6 +2,7 @@
 //
 // Query heads lie across the vector lanes (packed once per row), keys are broadcast from where they lie; the weighted
 // sum over heads never leaves the registers' neighbourhood, so a score costs its multiplications and little else.
+// Where half of the lanes would have no head, they take every other element of depth instead.
 #include <omp.h>
 
 #include "indexer_call.h"
@@ -33,6 +34,7 @@ constexpr double WORTH_A_THREAD = 2e6;  // multiplications below which waking a 
 // One row's query: panels of heads, and beside each head vector its weights and the mask of heads that exist.
 template <class Dot> struct PackedQuery {
     using Element = typename Dot::Element;
+    static constexpr bool TWO = sizeof(typename Dot::Step) == 8;  // lanes for each head
     Element* panels;
     Floats* weights;
     Words* exists;
@@ -48,13 +50,17 @@ template <class Dot> struct PackedQuery {
         const char* query = q.data + (b * q.stride_outer + row * q.stride_row) * size_of(q.dtype);
         const char* weight = w.data + (b * w.stride_outer + row * w.stride_row) * size_of(w.dtype);
         const int64_t vectors = round_up(call.heads, LANES) / LANES, depth = depth_of<Dot>(call.width);
-        for (int64_t v = 0; v < vectors; v += panel_width(vectors - v))
-            pack_panel<Dot>(query, q.dtype, q.stride_head, call.heads, v * LANES, panel_width(vectors - v), call.width,
-                            panels + v * LANES * depth);
-        for (int64_t h = 0; h < vectors * LANES; h++) {
-            const bool real = h < call.heads;
-            store(reinterpret_cast<char*>(weights) + h * 4, real ? element_of(weight, w.dtype, h * w.stride_head) : 0.0f);
-            store(reinterpret_cast<char*>(exists) + h * 4, real ? 0xffffffffu : 0u);
+        if constexpr (TWO) pack_panel(Dot{}, query, q.dtype, q.stride_head, call.heads, call.width, panels);
+        else
+            for (int64_t v = 0; v < vectors; v += panel_width(vectors - v))
+                pack_panel<Dot>(query, q.dtype, q.stride_head, call.heads, v * LANES, panel_width(vectors - v),
+                                call.width, panels + v * LANES * depth);
+        for (int64_t lane = 0; lane < vectors * LANES; lane++) {
+            const int64_t h = TWO ? lane / 2 : lane;
+            const bool real = h < call.heads && !(TWO && lane % 2);
+            store(reinterpret_cast<char*>(weights) + lane * 4,
+                  real ? element_of(weight, w.dtype, h * w.stride_head) : 0.0f);
+            store(reinterpret_cast<char*>(exists) + lane * 4, real ? 0xffffffffu : 0u);
         }
     }
 };
@@ -73,9 +79,17 @@ struct KeyBlock {
     }
 };
 
+struct Neighbours {
+    int32_t at[LANES] = {};
+    constexpr Neighbours() {
+        for (int i = 0; i < LANES; i++) at[i] = i ^ 1;
+    }
+};
+inline constexpr Neighbours NEIGHBOURS;
+
 // sums[r] += weights * relu(keys[r] . panel), lane by lane, for ROWS keys and one panel of VECS head vectors.
 template <class Dot, int ROWS, int VECS>
-__attribute__((noinline)) void score_tile(const char* const* rows, int64_t depth, const typename Dot::Element* panel,
+__attribute__((noinline)) void score_tile(const char* const* rows, int64_t steps, const typename Dot::Element* panel,
                                           const Floats* weights, const Words* exists, bool first, Floats* sums) {
     const char* row[ROWS];
     Floats dots[ROWS][VECS];
@@ -85,9 +99,10 @@ __attribute__((noinline)) void score_tile(const char* const* rows, int64_t depth
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) dots[m][v] = Floats{};
     }
-    multiply<Dot, false>(row, depth, panel, dots, 4);
+    multiply<Dot, false>(row, steps, panel, dots, 4);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) {
+        if constexpr (PackedQuery<Dot>::TWO) dots[m][0] += __builtin_shuffle(dots[m][0], load<Ints>(NEIGHBOURS.at));
         Floats sum = first ? Floats{} : sums[m];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) {
@@ -100,11 +115,11 @@ __attribute__((noinline)) void score_tile(const char* const* rows, int64_t depth
 }
 
 template <class Dot, int VECS>
-void score_panel(KeyBlock& block, int64_t keys, int64_t depth, const typename Dot::Element* panel,
+void score_panel(KeyBlock& block, int64_t keys, int64_t steps, const typename Dot::Element* panel,
                  const Floats* weights, const Words* exists, bool first) {
     constexpr int ROWS = TILE_ROWS<VECS>;
     for (int64_t r = 0; r < keys; r += ROWS)
-        score_tile<Dot, ROWS, VECS>(block.rows + r, depth, panel, weights, exists, first, block.sums + r);
+        score_tile<Dot, ROWS, VECS>(block.rows + r, steps, panel, weights, exists, first, block.sums + r);
 }
 
 // The ranks of the positions from `from` on, whose scores lie across the lanes of the block's sums.
@@ -145,8 +160,10 @@ void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBloc
     for (int64_t v = 0; v < vectors;) {
         const int width = panel_width(vectors - v);
         const auto* panel = query.panels + v * LANES * depth;
-        auto score = width == 1 ? score_panel<Dot, 1> : width == 2 ? score_panel<Dot, 2> : score_panel<Dot, WIDEST>;
-        score(block, keys, depth, panel, query.weights + v, query.exists + v, v == 0);
+        auto score = score_panel<Dot, 1>;
+        if constexpr (!PackedQuery<Dot>::TWO)
+            if (width > 1) score = width == 2 ? score_panel<Dot, 2> : score_panel<Dot, WIDEST>;
+        score(block, keys, steps_of<Dot>(call.width), panel, query.weights + v, query.exists + v, v == 0);
         v += width;
     }
     rank_block(block, keys, mask, from, ranks);
@@ -248,7 +265,7 @@ int64_t check_blocks(IndexerCall& call) {
     return OK;
 }
 
-template <class Dot> int64_t run(const IndexerCall& call) {
+template <class Dot> int64_t run_by(const IndexerCall& call) {
     const int64_t items = call.lengths.batch * call.lengths.rows;
     const double work = double(items) * double(call.lengths.limit) * double(call.heads) * double(call.width);
     const int64_t threads = work < WORTH_A_THREAD ? 1 : std::max<int64_t>(call.threads, 1);
@@ -259,6 +276,11 @@ template <class Dot> int64_t run(const IndexerCall& call) {
     if (!scratch) return NO_MEMORY;
     (few ? over_keys<Dot> : over_rows<Dot>)(call, threads, scratch.base(), measure.used());
     return OK;
+}
+
+template <class Dot> int64_t run(const IndexerCall& call) {
+    const bool two = call.heads * 2 <= LANES && call.width % (2 * Dot::PER_ELEMENT) == 0;
+    return two ? run_by<TwoSteps<Dot>>(call) : run_by<Dot>(call);
 }
 
 }  // namespace k31
