@@ -1,6 +1,6 @@
-"""Decode steps on the CPU: products of a few rows with a large bfloat16 weight become `k31::skinny_linear`.
+"""Decode steps on the CPU: products of a few rows with a large weight become `k31::skinny_linear`.
 
-Time is that of reading the weight, of which torch's own product reaches half the speed (docs/performance.md). The
+Time is that of reading the weight, of which torch's own products reach a half to a third (docs/performance.md). The
 weight is read where it lies: there is no copy, and nothing that could grow old.
 """
 
@@ -11,6 +11,7 @@ from torch import fx
 
 import k31compile.kernels  # noqa: F401  (registers the operator)
 from k31compile.graph.sizes import value_of
+from k31compile.kernels.cpu.calls import DTYPES
 from k31compile.kernels.cpu.skinny_linear import MOST_ROWS
 from k31compile.kernels.registry import provider_for
 from k31compile.passes.layout.weight_readers import readers_of
@@ -19,9 +20,8 @@ from k31compile.targets.linear_products import LinearProduct, as_linear, replace
 
 SKINNY_LINEAR = torch.ops.k31.skinny_linear.default
 
-# Below these a product is a matter of microseconds, and adding up the lanes of each sum counts: measured faster at
-# all of two to eight rows with a depth of 64 for each (docs/performance.md).
-_DEPTH_OF_A_ROW = 64
+# Below these a product is a matter of microseconds, and adding up the lanes of each sum counts: from here on it was
+# measured faster at all of one to eight rows (docs/performance.md).
 _LEAST_DEPTH = 128
 _LEAST_NUMBERS = 1 << 15
 
@@ -43,7 +43,7 @@ def use_skinny_linears(module: fx.GraphModule, report: Report) -> int:
         for weight in child.graph.find_nodes(op="placeholder")
         if _is_large(weight)
         for product in _products(weight)
-        if _is_skinny(product)
+        if _is_skinny(product, value_of(weight).dtype)
     ]
     # The kernels are asked for last: the first to ask builds them.
     choice = provider_for("skinny_linear") if found else None
@@ -57,14 +57,14 @@ def use_skinny_linears(module: fx.GraphModule, report: Report) -> int:
             child.recompile()
     report.providers["skinny_linear"] = {
         "provider": choice.provider,
-        "why": f"{len(found)} products of at most {MOST_ROWS} rows read their bfloat16 weights by it; {choice.why}",
+        "why": f"{len(found)} products of at most {MOST_ROWS} rows read their weights by it; {choice.why}",
     }
     return len(found)
 
 
 def _is_large(weight: fx.Node) -> bool:
     value = weight.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.bfloat16 or value.device.type != "cpu":
+    if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.device.type != "cpu":
         return False
     return value.layout == torch.strided and value.dim() == 2 and _are_numbers(*value.shape, *value.stride())
 
@@ -82,12 +82,9 @@ def _products(weight: fx.Node) -> list[LinearProduct]:
     return [product for product in found if product is not None and not product.transposed]
 
 
-def _is_skinny(product: LinearProduct) -> bool:
+def _is_skinny(product: LinearProduct, dtype: torch.dtype) -> bool:
     # Not shape_of, which has a hint where a size is a symbol.
-    *rows, depth = value_of(product.x).shape
-    if value_of(product.x).dtype != torch.bfloat16 or value_of(product.node).dtype != torch.bfloat16:
+    rows = value_of(product.x).shape[:-1]
+    if value_of(product.x).dtype != dtype or value_of(product.node).dtype != dtype:
         return False
-    if not _are_numbers(*rows):
-        return False
-    count = torch.Size(rows).numel()
-    return 0 < count <= MOST_ROWS and depth >= _DEPTH_OF_A_ROW * count
+    return _are_numbers(*rows) and 0 < torch.Size(rows).numel() <= MOST_ROWS

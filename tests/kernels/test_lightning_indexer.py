@@ -53,6 +53,11 @@ SIZES = [  # batch, rows, heads, width, positions, count: no two alike, tiles an
     (2, 1, 20, 40, 411, 37),
     (1, 19, 37, 8, 61, 11),
     (1, 4, 64, 128, 773, 96),
+    (2, 2, 8, 24, 131, 19),  # so few heads that lanes take turns in depth: 8, 4, 2 of 16, 8, 4 lanes
+    (1, 3, 4, 20, 53, 9),
+    (2, 1, 2, 12, 30, 5),
+    (1, 3, 2, 6, 31, 4),  # an odd number of pairs
+    (2, 2, 7, 128, 75, 11),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with a large bfloat16 weight read it where it lies; all others stay as they are."""
+"""Products of a few rows with a large weight read it where it lies; all others stay as they are."""
 
 import copy
 import sys
@@ -51,17 +51,18 @@ def served():
 
 @pytest.mark.parametrize("codegen", ["ops", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(1, 320), (3, 1, 320), (320,)], ids=str)
-def test_the_result_is_that_of_torch(codegen, shape):
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 4e-2), (torch.float32, 1e-5)], ids=["bf16", "fp32"])
+def test_the_result_is_that_of_torch(codegen, shape, dtype, allowed):
     torch.manual_seed(0)
-    model, x = Odd().bfloat16().eval(), torch.randn(*shape).bfloat16()
+    model, x = Odd().to(dtype).eval(), torch.randn(*shape).to(dtype)
     with torch.no_grad():
         want = copy.deepcopy(model).double()(x.double())
     before = served()
     got, count = run(model, x, codegen)
     assert count == 4
     assert served() - before >= 4
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), want, rtol=4e-2, atol=4e-2)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=allowed, atol=allowed)
 
 
 def test_what_changes_in_a_weight_is_seen():
@@ -78,14 +79,13 @@ def test_what_changes_in_a_weight_is_seen():
     ("model", "x"),
     [
         (nn.Linear(256, 256).bfloat16(), torch.randn(9, 256).bfloat16()),
-        (nn.Linear(256, 256).bfloat16(), torch.randn(5, 256).bfloat16()),  # 64 of depth for each row
-        (nn.Linear(256, 256), torch.randn(1, 256)),
+        (nn.Linear(256, 256).double(), torch.randn(1, 256).double()),
         (nn.Linear(256, 256).half(), torch.randn(1, 256).half()),
         (nn.Linear(64, 4096).bfloat16(), torch.randn(1, 64).bfloat16()),
         (nn.Linear(256, 100).bfloat16(), torch.randn(1, 256).bfloat16()),
         (nn.Linear(256, 256).bfloat16(), torch.randn(0, 256).bfloat16()),
     ],
-    ids=["many rows", "little depth for a row", "float32", "float16", "tiny depth", "small", "no rows"],
+    ids=["many rows", "float64", "float16", "tiny depth", "small", "no rows"],
 )
 def test_others_stay(model, x):
     got, count = run(model.eval(), x)

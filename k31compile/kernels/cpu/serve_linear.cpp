@@ -27,7 +27,7 @@ bool serve_skinny_linear(Arguments& given, Results& results) {
     const Tensor &x = given.tensor(), &weight = given.tensor();
     const Tensor* bias = given.tensor_or_none();
     if (!given.sound() || x.dim < 1 || x.dim > MOST_DIMENSIONS || weight.dim != 2) return false;
-    if (x.kind != IS_BFLOAT16 || weight.kind != IS_BFLOAT16 || !is_readable(x) || !is_readable(weight)) return false;
+    if (!is_number(x) || weight.kind != x.kind || !is_readable(x) || !is_readable(weight)) return false;
     SkinnyCall call{};
     if (!has_even_rows(x, call.x, call.rows) || call.rows > MOST_ROWS || weight.sizes[1] != x.last()) return false;
     call.weight = plane(weight);
@@ -41,7 +41,7 @@ bool serve_skinny_linear(Arguments& given, Results& results) {
     int64_t sizes[MOST_DIMENSIONS];
     std::copy(x.sizes, x.sizes + x.dim - 1, sizes);
     sizes[x.dim - 1] = call.outputs;
-    call.result = reinterpret_cast<uint16_t*>(results.add(IS_BFLOAT16, sizes, x.dim));
+    call.result = results.add(x.kind, sizes, x.dim);
     return k31_skinny_linear(&call) == OK;
 }
 

@@ -44,8 +44,10 @@ def skinny_linear_provider(variant: str = "fast") -> Provider:
 
 def _declines(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
     for name, tensor in (("x", x), ("weight", weight)):
-        if tensor.dtype != torch.bfloat16:
-            return f"{name} is {tensor.dtype}; the kernel multiplies bfloat16"
+        if tensor.dtype not in calls.DTYPES:
+            return f"{name} is {tensor.dtype}; the kernel multiplies float32 and bfloat16"
+    if x.dtype != weight.dtype:
+        return f"x is {x.dtype} and weight {weight.dtype}; the kernel multiplies equal ones"
     if math.prod(x.shape[:-1]) > MOST_ROWS:
         return f"x has more than {MOST_ROWS} rows"
     if weight.stride(-1) != 1 and weight.shape[-1] != 1:

@@ -7,14 +7,14 @@ namespace k31 {
 constexpr int64_t MOST_ROWS = 8;  // of x: more are worth packing (calls.py has it too)
 
 struct SkinnyCall {
-    Operand x;       // [rows, depth], bfloat16, numbers side by side, rows by outer strides
-    Operand weight;  // [outputs, depth], the same
+    Operand x;       // [rows, depth], numbers side by side, rows by outer strides
+    Operand weight;  // [outputs, depth], the same, in the dtype of x
     Operand bias;    // [outputs] by heads, or no data
     int64_t rows;
     int64_t outputs;
     int64_t depth;
     int64_t threads;
-    uint16_t* result;  // [rows, outputs]
+    char* result;  // [rows, outputs], in the dtype of x
 };
 
 }  // namespace k31

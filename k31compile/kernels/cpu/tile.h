@@ -1,6 +1,7 @@
 // Register tiles: ROWS rows of one operand times VECS vectors of the other, over a shared depth.
 //
-// An *element* is 32 bits of depth: one float, or two bfloat16 where the machine multiplies pairs of them.
+// An *element* is 32 bits of depth: one float, or two bfloat16 where the machine multiplies pairs of them. A *step* of
+// depth is one element of a row, or two where the other operand has columns for few lanes only.
 // Each accumulator runs through the depth alone and in order: a result depends on its two operands only, never on
 // the tile it fell into, so equal rows get equal results and thread counts do not matter.
 #pragma once
@@ -14,25 +15,47 @@ K31_INLINE int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 struct FloatDot {
     using Element = float;
+    using Step = Element;
     static constexpr int PER_ELEMENT = 1;
     static K31_INLINE Floats step(Floats sum, Element row, Words panel) { return sum + row * bits<Floats>(panel); }
+    static K31_INLINE Floats step(Floats sum, Words row, Words panel) {
+        return sum + bits<Floats>(row) * bits<Floats>(panel);
+    }
     static K31_INLINE Element pack(float low, float) { return low; }
 };
 
 struct PairDot {
     using Element = uint32_t;
+    using Step = Element;
     static constexpr int PER_ELEMENT = 2;
-    static K31_INLINE Floats step(Floats sum, Element row, Words panel) {
 #if defined(K31_PAIR_INSTRUCTION)
-        return bits<Floats>(_mm512_dpbf16_ps(bits<__m512>(sum), bits<__m512bh>(_mm512_set1_epi32(int(row))),
-                                             bits<__m512bh>(panel)));
+    static K31_INLINE Floats step(Floats sum, Element row, Words panel) {
+        return step(sum, bits<Words>(_mm512_set1_epi32(int(row))), panel);
+    }
+    static K31_INLINE Floats step(Floats sum, Words row, Words panel) {
+        return bits<Floats>(_mm512_dpbf16_ps(bits<__m512>(sum), bits<__m512bh>(row), bits<__m512bh>(panel)));
+    }
 #else
+    static K31_INLINE Floats step(Floats sum, Element row, Words panel) {
         sum += bits<float>(row << 16) * bits<Floats>(panel << 16);
         return sum + bits<float>(row & 0xffff0000u) * bits<Floats>(panel & 0xffff0000u);
-#endif
     }
+    static K31_INLINE Floats step(Floats sum, Words row, Words panel) {
+        sum += bits<Floats>(row << 16) * bits<Floats>(panel << 16);
+        return sum + bits<Floats>(row & 0xffff0000u) * bits<Floats>(panel & 0xffff0000u);
+    }
+#endif
     static K31_INLINE Element pack(float low, float high) {
         return bits<uint32_t>(low) >> 16 | (bits<uint32_t>(high) & 0xffff0000u);  // both are bfloat16 already
+    }
+};
+
+// Two elements of a row at once, for at most LANES / 2 columns: an even lane takes the first of both for its column, the
+// odd lane beside it the second, and the two are added up in the end. With one element half of the lanes would idle.
+template <class Dot> struct TwoSteps : Dot {
+    using Step = uint64_t;
+    static K31_INLINE Floats step(Floats sum, Step row, Words panel) {
+        return Dot::step(sum, bits<Words>(row - Longs{}), panel);
     }
 };
 
@@ -50,12 +73,13 @@ constexpr int ROW_BLOCK = 24;  // a multiple of every TILE_ROWS
 // How many vectors the next panel takes when `left` vectors of columns remain.
 K31_INLINE int panel_width(int64_t left) { return left >= WIDEST ? WIDEST : left >= 2 ? 2 : 1; }
 
-// sum[m][v] += rows[m][depth] . panel[depth][v]; the panel is [depth][VECS][LANES] elements. The elements of a row
+// sum[m][v] += rows[m][k] . panel[k][v] for steps k in [first, last); the panel is [steps][VECS][LANES] elements. The steps of a row
 // lie side by side, or STRIDED: `stride` bytes apart.
 template <class Dot, bool STRIDED, int ROWS, int VECS>
-K31_INLINE void multiply(const char* const (&rows)[ROWS], int64_t depth, const typename Dot::Element* panel,
-                         Floats (&sum)[ROWS][VECS], int64_t stride) {
-    for (int64_t k = 0; k < depth; k++) {
+K31_INLINE void multiply(const char* const (&rows)[ROWS], int64_t first, int64_t last,
+                         const typename Dot::Element* panel, Floats (&sum)[ROWS][VECS], int64_t stride) {
+    using Step = typename Dot::Step;
+    for (int64_t k = first; k < last; k++) {
         Words column[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) {
@@ -64,9 +88,9 @@ K31_INLINE void multiply(const char* const (&rows)[ROWS], int64_t depth, const t
         }
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
-            const auto element = read<typename Dot::Element>(rows[m] + k * (STRIDED ? stride : 4));
+            const auto step = read<Step>(rows[m] + k * (STRIDED ? stride : int64_t(sizeof(Step))));
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) sum[m][v] = Dot::step(sum[m][v], element, column[v]);
+            for (int v = 0; v < VECS; v++) sum[m][v] = Dot::step(sum[m][v], step, column[v]);
         }
     }
 }
@@ -84,7 +108,7 @@ __attribute__((noinline)) void dot_tile(const char* const* rows, int64_t depth, 
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) sum[m][v] = sums[m][v];
     }
-    multiply<Dot, STRIDED>(row, depth, panel, sum, stride);
+    multiply<Dot, STRIDED>(row, 0, depth, panel, sum, stride);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
@@ -99,6 +123,11 @@ K31_INLINE float element_of(const void* from, int64_t dtype, int64_t index) {
 // How many elements of depth a row of `width` numbers takes.
 template <class Dot> K31_INLINE int64_t depth_of(int64_t width) {
     return (width + Dot::PER_ELEMENT - 1) / Dot::PER_ELEMENT;
+}
+
+// In how many steps they are multiplied: a row for two of them at once has an even number of elements.
+template <class Dot> K31_INLINE int64_t steps_of(int64_t width) {
+    return depth_of<Dot>(width) * 4 / int64_t(sizeof(typename Dot::Step));
 }
 
 // Whether a row can be read as elements where it lies.
@@ -133,6 +162,22 @@ void pack_panel(const char* query, int64_t dtype, int64_t head_stride, int64_t h
             const float low = real ? element_of(row, dtype, i) : 0.0f;
             const float high = real && Dot::PER_ELEMENT == 2 && i + 1 < width ? element_of(row, dtype, i + 1) : 0.0f;
             panel[d * columns + c] = Dot::pack(low, high);
+        }
+    }
+}
+
+// The same panel, of up to LANES / 2 heads, for two elements a step: their columns side by side.
+template <class Dot>
+void pack_panel(TwoSteps<Dot>, const char* query, int64_t dtype, int64_t head_stride, int64_t heads, int64_t width,
+                typename Dot::Element* panel) {
+    const int64_t depth = depth_of<Dot>(width);
+    std::memset(panel, 0, size_t(depth / 2 * LANES * 4));
+    for (int64_t h = 0; h < heads; h++) {
+        const char* row = query + h * head_stride * size_of(dtype);
+        for (int64_t d = 0; d < depth; d++) {
+            const int64_t i = d * Dot::PER_ELEMENT;
+            const float low = element_of(row, dtype, i), high = Dot::PER_ELEMENT == 2 ? element_of(row, dtype, i + 1) : 0;
+            panel[d / 2 * LANES + h * 2 + d % 2] = Dot::pack(low, high);
         }
     }
 }
