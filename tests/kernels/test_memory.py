@@ -56,7 +56,7 @@ def weigh(rows):
     return lambda: torch.ops.k31.attn_res_prepare(banks[0], queries, eps=1e-5, more=banks[1:], mix=False)
 
 def mix(rows):
-    banks, weights = [torch.randn(rows, 2, 1024).bfloat16() for _ in range(4)], torch.rand(rows, 8)
+    banks, weights = [torch.randn(rows, 1, 1024).bfloat16() for _ in range(3)], torch.rand(rows, 3)
     x, ones = torch.randn(rows, 1024).bfloat16(), torch.ones(rows)
     return lambda: torch.ops.k31.attn_res_update(x, x, ones, ones, weights, x[0], eps=1e-5, bank=banks)
 
@@ -97,7 +97,7 @@ def extra_bytes(operator, rows, **variables):
         ("norm", 65536, 65536 * 512 * 4),
         ("prepare", 4096, 4096 * 8 * 1024 * 4),
         ("weigh", 8192, 8192 * 5 * 1024 * 4),
-        ("mix", 16384, 16384 * 1024 * 4),
+        ("mix", 32768, 32768 * 1024 * 4),
         ("update", 32768, 32768 * 1024 * 4),
     ],
 )
