@@ -37,6 +37,9 @@ class FrozenSums {
   public:
     // False unless each bank is [tokens, ., width] and readable.
     bool take(const Tensor* first, int64_t banks, int64_t tokens, int64_t width) {
+        int64_t room = count();
+        for (const Tensor* bank = first; bank != first + banks; bank++) room += bank->dim == 3 ? bank->sizes[1] : 0;
+        sums_.reserve(size_t(room));
         for (const Tensor* bank = first; bank != first + banks; bank++) {
             if (bank->dim != 3 || !is_readable(*bank)) return false;
             if (bank->sizes[0] != tokens || bank->last() != width) return false;
