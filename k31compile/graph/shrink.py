@@ -5,6 +5,7 @@ could mean something else as well (T equals the head size), nothing is shrunk.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 SMALL_ROWS, SMALL_KEYS, SMALL_COUNT = 19, 41, 11
@@ -12,7 +13,7 @@ _LARGE = 48
 
 
 def shrunk_sizes(lengths: Mapping[str, int], others: Sequence[int], page: int = 0, beyond: int = 0) -> dict[int, int]:
-    """A map from sizes to smaller ones, or an empty one where that is not worth while or ambiguous.
+    """A map from sizes to smaller ones, or an empty one where that is not worth while or a length is a width as well.
 
     `lengths` holds b, t, s and k; `others` are the sizes of the operands' other dimensions; `page` is the number of
     positions in a page, of which the keys are then a multiple; there are twice as many keys as the constant `beyond`,
@@ -37,28 +38,35 @@ def shrunk_sizes(lengths: Mapping[str, int], others: Sequence[int], page: int = 
 
 
 def _with_derived(small: Mapping[int, int], lengths: Mapping[str, int], others: Sequence[int]) -> dict[int, int]:
-    """The sizes and what reshapes and masks make of them: products with other dimensions, differences, neighbours."""
-    b, t, s = (lengths[letter] for letter in "bts")
+    """The sizes and what reshapes and masks make of them: products with other dimensions, differences, neighbours.
+
+    Of several meanings of a number the one of the fewest factors is taken: 262144 is 2048 rows of 128 selected keys
+    rather than 32 pages squared of width 256, and a length is a length. A wrong guess does not fit its neighbours' shapes;
+    then the run fails, and the real sizes are tried.
+    """
+    b, t, s, k = (lengths[letter] for letter in "btsk")
 
     def reduced(size: int) -> int:
         return small.get(size, size)
 
-    derived, ambiguous = dict(small), set[int]()
-    pairs = [(s - t + shift, reduced(s) - reduced(t) + shift) for shift in (-1, 0, 1)]
-    pairs += [(size + shift, reduced(size) + shift) for size in small for shift in (-1, 1)]
+    meanings: list[tuple[int, int, int]] = []  # factors, the number, the smaller one
+    for shift in (-1, 0, 1):
+        meanings.append((1, s - t + shift, reduced(s) - reduced(t) + shift))
+    meanings += [(1, size + shift, reduced(size) + shift) for size in small for shift in (-1, 1)]
     factors = [b, *others]
-    groups = [[size] for size in small] + [[x, y] for x in small for y in small]
+    groups = [[size] for size in small] + [[x, y] for x, y in ((t, s), (t, k), (s, k), (t, t), (s, s), (k, k))]
     for group, count in itertools.product(groups, range(4)):
         for chosen in itertools.combinations(factors, count):
-            full, less = 1, 1
-            for size in (*group, *chosen):
-                full, less = full * size, less * reduced(size)
-            pairs.append((full, less))
-    for full, less in pairs:
-        if full > _LARGE and full not in others and derived.setdefault(full, less) != less:
+            sizes = [*group, *chosen]
+            meanings.append((len(sizes), math.prod(sizes), math.prod(map(reduced, sizes))))
+    derived, ambiguous, rank = dict(small), set[int](), dict.fromkeys(small, 0)
+    for count, full, less in sorted(meanings):
+        if full <= _LARGE or full in others or count > rank.setdefault(full, count):
+            continue
+        if derived.setdefault(full, less) != less:
             ambiguous.add(full)
     # A number with two meanings stays as it is: the run then fails, and the real sizes are tried.
-    return {} if ambiguous & set(small) else {full: less for full, less in derived.items() if full not in ambiguous}
+    return {full: less for full, less in derived.items() if full not in ambiguous}
 
 
 def shrunk_pool(shape: Sequence[int], batch: int, small: Mapping[int, int], keys: int) -> dict[int, int]:

@@ -40,9 +40,9 @@ def test_a_length_that_is_also_a_width_is_ambiguous(letter):
     assert shrunk_sizes(LENGTHS, (3, LENGTHS[letter])) == {}
 
 
-def test_a_product_that_is_also_a_length_is_ambiguous():
-    # 512 rows of 8 heads are as many as the keys.
-    assert shrunk_sizes({**LENGTHS, "t": 512, "s": 4096}, (8,)) == {}
+def test_a_product_that_is_also_a_length_is_taken_for_the_length():
+    # 512 rows of 8 heads are as many as the keys; where the product stands in a shape, the run fails.
+    assert shrunk_sizes({**LENGTHS, "t": 512, "s": 4096}, (8,))[4096] == SMALL_KEYS
 
 
 def test_equal_rows_and_keys_shrink_to_one_size():
@@ -124,3 +124,20 @@ def test_lengths_and_their_differences_are_no_constants():
 
     assert constant(program, X) == 30
     assert constant(program, X, lengths=(30, 12, 7)) == 0
+
+
+def test_of_several_meanings_the_one_of_the_fewest_factors_counts():
+    # 2048 x 128 selected keys; 32 pages x 32 pages x width 256 is the same number
+    small = shrunk_sizes({"b": 1, "t": 2048, "s": 2048, "k": 128}, (8, 256, 64), page=64)
+    assert small[2048 * 128] == small[2048] * small[128]
+
+
+@pytest.mark.parametrize("length", [512, 2048, 8192, 16384])
+@pytest.mark.parametrize("count", [64, 128, 512, 2048])
+@pytest.mark.parametrize("others", [(8, 256, 64), (16, 512, 32), (64, 576, 48)], ids=str)
+def test_rows_of_selected_keys_have_one_meaning(length, count, others):
+    small = shrunk_sizes({"b": 1, "t": length, "s": length, "k": count}, others, page=64 if count != 64 else 0)
+    if not small:
+        assert {length, count} & {*others, 64}  # a length that is a width as well is never shrunk
+        return
+    assert small.get(length * count, 0) == small[length] * small.get(count, count)
