@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from k31compile.between_regions import rewrite_between
 from k31compile.captured import Capture, GraphCapturedError
 from k31compile.contract.census import count_contained, count_fused, describe_graph
 from k31compile.contract.compare import hold_to_contract
-from k31compile.errors import K31Error, NativeError, StrictError, TargetError, TraceError
+from k31compile.errors import K31Error, NativeError, OptionError, StrictError, TargetError, TraceError
 from k31compile.graph.named_regions import read_regions
 from k31compile.graph.trace import refuse_shared_memory, trace_functional
 from k31compile.keeping import Keeping
@@ -26,7 +27,7 @@ from k31compile.leaves.leaf import as_written, count_leaves, leaf_calls
 from k31compile.leaves.learn import learn
 from k31compile.nested import body_of, nested_calls, run_fake
 from k31compile.options import Options
-from k31compile.passes.pipeline import add_to_report, run_pipeline
+from k31compile.passes.pipeline import add_to_report, copy_module, run_pipeline
 from k31compile.report import Report
 from k31compile.targets.cpu import compile_for_cpu, providers
 from k31compile.targets.pack_linears import pack_linears
@@ -72,10 +73,18 @@ def compile_graph(
     if capture is not None:
         capture.graph, capture.inputs = rewritten, tuple(example_inputs)
         if capture.then is not None:
+            if options.choice == "measured":
+                raise OptionError(
+                    "option choice='measured' is not for a compile ahead of time, which calls nothing",
+                    hint="measure with torch.compile, and give the entry fuse=[] where that says so",
+                )
             return capture.then(rewritten, capture.inputs, report)
         raise GraphCapturedError
     start = time.perf_counter()
-    compiled = _compile_for_target(rewritten, example_inputs, options, report, keeping)
+    if _is_to_measure(module, options, report):
+        compiled = _compile_both(rewritten, module, example_inputs, options, report, keeping)
+    else:
+        compiled = _compile_for_target(rewritten, example_inputs, options, report, keeping)
     report.phases["codegen"] = time.perf_counter() - start
     return compiled
 
@@ -113,6 +122,44 @@ def _compile_for_target(
             report.cache["why"] = f"not kept, Inductor compiled it for this process: {error.what}"
     keep = keeping.keep if keeping is not None else None
     return compile_for_cpu(module, example_inputs, options, report, keep)
+
+
+def _is_to_measure(module: fx.GraphModule, options: Options, report: Report) -> bool:
+    if options.choice != "measured" or not report.fused:
+        return False
+    if not nested_calls(module):
+        return True
+    report.notes.append(
+        "choice='measured' takes no graphs of nested regions: this one runs fused, nothing was measured"
+    )
+    return False
+
+
+def _compile_both(
+    rewritten: fx.GraphModule,
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: Report,
+    keeping: Keeping | None,
+) -> Compiled:
+    # It is of use to few, and a second trace is only paid by those.
+    from k31compile.targets.measured import Candidate, both_or_fused, written_inputs
+
+    written = trace_functional(as_written(copy_module(module)), example_inputs)
+
+    def build(is_fused: bool) -> Candidate:
+        graph = rewritten if is_fused else written
+        if is_fused:
+            use_skinny_linears(graph, report)
+            if options.layout == "nz":
+                pack_linears(graph, report)
+        if keeping is not None:
+            with contextlib.suppress(NativeError):
+                return Candidate(*keeping.build_to_keep(graph, example_inputs, report))
+        return Candidate(compile_for_cpu(graph, example_inputs, options, report))
+
+    return both_or_fused(build, written_inputs(written), report)
 
 
 def _is_ascend(target: str | None) -> bool:

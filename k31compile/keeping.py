@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import time
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,12 +87,30 @@ class Keeping:
         Raises:
             NativeError: it cannot be built so.
         """
+        compiled, keep = self.build_to_keep(module, example_inputs, report)
+        keep()
+        return compiled
+
+    def build_to_keep(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any], report: Report
+    ) -> tuple[Compiled, Callable[[], None]]:
+        """Build a graph to a library and load it; the second function keeps it, for whoever finds out whether it is it.
+
+        Raises:
+            NativeError: it cannot be built so.
+        """
         from k31compile.targets.native.build import build_native
 
-        with tempfile.TemporaryDirectory(prefix="k31-build-") as scratch:
-            plan = build_native(module, example_inputs, Path(scratch))
-            self.keep(Path(scratch), plan, self._guards(), report)
-            return load_native(Path(scratch), plan)
+        scratch = Path(tempfile.mkdtemp(prefix="k31-build-"))
+
+        def keep() -> None:
+            self.keep(scratch, plan, guards, report)
+
+        # The folder goes with the function that may still want it.
+        weakref.finalize(keep, shutil.rmtree, scratch, ignore_errors=True)
+        plan = build_native(module, example_inputs, scratch)
+        guards = self._guards()
+        return load_native(scratch, plan), keep
 
     def keep(self, built: Path, plan: Mapping[str, Any], guards: str, report: Report) -> None:
         """Keep the library in a folder, its plan, and what must hold of dynamic sizes; or tell the report."""

@@ -54,6 +54,7 @@ _VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "strict": ((False, True), ()),
     "require_warm": ((False, True), ()),
     "guards": (("safe", "modules", "none"), ()),
+    "choice": (("fused", "measured"), ()),
 }
 
 
@@ -75,6 +76,8 @@ class Options:
         lock: path of a fusion contract; a graph that gets less than it says is an error.
         guards: which guards a function of `k31compile.compile` keeps: "safe" all, "modules" none on the model's own
             modules and parameters, "none" none on globals either; those on arguments always.
+        choice: "fused" runs what was fused; "measured" builds each graph also as it was written, times both at its
+            first call, and keeps the faster one (docs/performance.md, Never slower).
         confirm_bytes: what one confirmation may take, in bytes; a larger region is refused and the refusal says so.
         require_warm: an error where a graph is not found in the cache, with the ingredient that differs; so does the
             environment variable K31_REQUIRE_WARM=1.
@@ -93,6 +96,7 @@ class Options:
     strict: bool = False
     lock: str | None = None
     guards: str = "safe"
+    choice: str = "fused"
     confirm_bytes: int = 4 << 30
     node_budget: int = 10_000
     require_warm: bool = False
@@ -113,12 +117,27 @@ class Options:
             _not_built("streams", self.streams, "with target='ascend-a3' or 'ascend-950'; elsewhere 'auto' and 1")
         if self.require_warm and self.cache is False:
             raise OptionError("option require_warm=True needs a cache", hint="leave cache=True, or name a folder")
+        if self.choice == "measured":
+            self._check_measurable()
         if self.codegen == "tiered" and self.cache is False:
             raise OptionError("option codegen='tiered' needs cache=True", hint="the child builds into Inductor's cache")
         if self.lock is not None:
             if not isinstance(self.lock, str | os.PathLike) or not os.fspath(self.lock):
                 raise OptionError(f"option 'lock' does not take {self.lock!r}", hint="it takes the path of a contract")
             object.__setattr__(self, "lock", os.fspath(self.lock))
+
+    def _check_measurable(self) -> None:
+        """What is not built by Inductor for this machine cannot be timed against what is."""
+        for is_other, name, value in (
+            (self.codegen != "inductor", "codegen", "'inductor'"),
+            (self.target not in (None, "cpu"), "target", "None or 'cpu'"),
+            (self.lock is not None, "lock", "None: a contract names fusions, and a measurement may leave them out"),
+        ):
+            if is_other:
+                given = getattr(self, name)
+                raise OptionError(
+                    f"option choice='measured' does not go with {name}={given!r}", hint=f"it wants {value}"
+                )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None) -> Options:

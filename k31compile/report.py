@@ -108,6 +108,8 @@ class Report:
         weights: under layout="nz", per weight that a product reads: name, layout ("nd" or "nz"), dtype, shape, reason
             and remedy where it is nd, and the bytes of its packed copy; empty where nobody asked for it.
         learned: functions that a region came out of, candidates from the next compile on.
+        choice: under choice="measured", per graph after its first call: taken ("fused" or "written") and the seconds
+            that a call of each took.
 
     """
 
@@ -135,6 +137,7 @@ class Report:
     leaves: list[dict[str, Any]] = field(default_factory=list)
     learned: list[str] = field(default_factory=list)
     weights: list[dict[str, Any]] = field(default_factory=list)
+    choice: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def merge(reports: Iterable[Report]) -> Report:
@@ -167,6 +170,7 @@ class Report:
         self.leaves = _once([*self.leaves, *part.leaves])
         self.learned = _once([*self.learned, *part.learned])
         self.weights = _once([*self.weights, *part.weights])
+        self.choice = [*self.choice, *part.choice]
         self.passes = _merged_passes([*self.passes, *part.passes])
         self.schedule = _merged_schedule(self.schedule, part.schedule)
         self.lines = part.lines | self.lines

@@ -49,7 +49,8 @@ class Form:
 class Roof(NamedTuple):
     """Useful work of one call, and the probe that says how much of it this machine does in a nanosecond.
 
-    kind: "float32" or "bfloat16", counted in multiplications and additions, or "in place", in bytes read and written.
+    kind: "float32" or "bfloat16", counted in multiplications and additions; "in place", in bytes read and written; or
+    "read", in bytes.
     """
 
     kind: str

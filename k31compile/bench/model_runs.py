@@ -16,7 +16,7 @@ from k31compile.bench.growth import judge_growth
 from k31compile.bench.measure import Settings
 from k31compile.bench.models.case import ModelCase
 from k31compile.bench.process import Worker, environment
-from k31compile.bench.rows import Row
+from k31compile.bench.rows import Row, in_short
 from k31compile.bench.statistics import quartiles, ratio_of
 from k31compile.errors import BenchError
 
@@ -74,9 +74,9 @@ def run_models(
     for case in cases:
         advance(case.full_name)
         with opened(case, settings, place) as variants:
-            had = [_asked(variants, {"task": "had"})]
+            before = _conditions(case, variants)
             taken = _samples(variants, settings)
-            had.append(_asked(variants, {"task": "had"}))
+            had, read = zip(before, _conditions(case, variants), strict=True)
             for variant in variants.values():
                 if variant.is_ready:
                     variant.extra = variant.worker.ask({"task": "extra"}, _SAMPLE_LIMIT)
@@ -90,6 +90,7 @@ def run_models(
                 row.other_peak_extra_bytes = variants[opponent].extra
                 row.refuse_where_others_worked(min(one for one in had if one is not None))
                 row.details |= {} if part is None else {"part_seconds": part / 1e9}
+                _tell_roof(row, case, [one for one in read if one is not None])
                 row.judge(case.goals)
             rows.append(row)
     judge_growth(rows)
@@ -133,6 +134,21 @@ def row_of(suite: str, case: ModelCase, settings: Settings, variants: Mapping[st
     if OURS in variants:
         row.details["fused"] = dict(variants[OURS].found.get("fused", {}))
     return row
+
+
+def _conditions(case: ModelCase, variants: Mapping[str, Variant]) -> tuple[float | None, float | None]:
+    """Which share of the cores this run gets now, and how many bytes a nanosecond it reads where a case wants that."""
+    read = None if case.bytes_read is None else _asked(variants, {"task": "read"})
+    return _asked(variants, {"task": "had"}), read
+
+
+def _tell_roof(row: Row, case: ModelCase, read: Sequence[float]) -> None:
+    """The share of memory's speed that ours reached, and how much faster than the opponent anything can be with it."""
+    if case.bytes_read is None or not read or row.noisy or row.seconds is None or row.other_seconds is None:
+        return
+    floor = case.bytes_read / max(read) / 1e9
+    row.roof = in_short(floor / row.seconds)
+    row.details |= {"floor_seconds": in_short(floor), "at_most": in_short(row.other_seconds / floor)}
 
 
 def _asked(variants: Mapping[str, Variant], task: Mapping[str, Any]) -> float | None:

@@ -20,7 +20,7 @@ from k31compile.bench.fresh import cpu_seconds
 from k31compile.bench.memory import peak_extra_bytes, resident_peak
 from k31compile.bench.models import model_cases
 from k31compile.bench.models.case import ModelCase
-from k31compile.bench.roof import cores_had
+from k31compile.bench.roof import cores_had, probe
 from k31compile.bench.worker import Answers, Task
 from k31compile.entry import Entry
 from k31compile.report import Report, reports
@@ -48,6 +48,7 @@ class ModelWorker:
             "sample": lambda _task: self._sampled(),
             "extra": lambda _task: peak_extra_bytes(self._call),
             "part": self._part,
+            "read": lambda _task: probe("read", self._clock),
             "had": lambda _task: cores_had(torch.get_num_threads()),
         }
 

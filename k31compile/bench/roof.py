@@ -18,12 +18,14 @@ _REPEATS = 4
 
 
 def probe(kind: str, clock: Clock) -> float:
-    """What this machine does of that kind in a nanosecond now: operations of the better product, or bytes in place.
+    """What this machine does of that kind in a nanosecond now: operations of the better product, or bytes.
 
     For "bfloat16" products in both dtypes are tried: where bfloat16 is emulated, float32 is the roof.
     """
-    if kind == "in place":
+    if kind in ("in place", "read"):
         numbers = torch.ones(_BYTES // 4)
+        if kind == "read":
+            return _BYTES / _least(numbers.sum, clock)
         return 2.0 * _BYTES / _least(lambda: numbers.mul_(0.999), clock)
     dtypes = [torch.float32]
     if kind == "bfloat16" and has_bf16_products():  # emulated, one product would take minutes

@@ -9,6 +9,7 @@ from torch._inductor.compile_fx import compile_fx
 from k31compile.kernels.registry import OPERATORS, provider_for
 from k31compile.options import Options
 from k31compile.report import Report
+from k31compile.targets.frozen_sums import mix_where_sums_lie
 from k31compile.targets.reinplace import reinplace_cache_writes
 from k31compile.targets.state_writes import update_states_in_place
 from k31compile.targets.tiered import Keep, compile_tiered
@@ -27,6 +28,7 @@ def compile_for_cpu(
     `"tiered"` does the second until a child process has done the first, and tells the report; `keep` is given what the
     child built.
     """
+    mix_where_sums_lie(module)
     update_states_in_place(module)
 
     def run_operators() -> Callable[..., Any]:

@@ -13,8 +13,9 @@ from k31compile.bench.growth import LONG, SHORT, indexers, judge_growth
 from k31compile.bench.measure import Settings
 from k31compile.bench.model_runs import Place, run_models
 from k31compile.bench.models.case import ModelCase
+from k31compile.bench.models.mini import bytes_of_a_step
 from k31compile.bench.rows import Row
-from k31compile.model import K31Config
+from k31compile.model import K31Config, K31ForCausalLM
 
 PLAYED = """
 import json, os, sys, time
@@ -38,25 +39,27 @@ serve({
     "sample": lambda task: state["takes"],
     "extra": lambda task: state.get("extra"),
     "part": lambda task: None,
+    "read": lambda task: 2.0,
 })
 """
 EAGER, OURS, INDUCTOR = {"takes": 4e6, "extra": 80}, {"takes": 1e6, "extra": 20}, {"takes": 2e6, "extra": 40}
 
 
-def case() -> ModelCase:
+def case(bytes_read: float | None = None) -> ModelCase:
     held = Goals({"inductor": Bound(3.0, 1.5)}, extra_bytes=None, memory_ratio=3.0)
-    return ModelCase("mini", "decode", make=lambda: pytest.fail("made in the worker"), tokens=8, goals=held)
+    make = lambda: pytest.fail("made in the worker")  # noqa: E731
+    return ModelCase("mini", "decode", make=make, tokens=8, goals=held, bytes_read=bytes_read)
 
 
 @pytest.fixture
 def measured() -> Callable[..., dict[str, Row]]:
     """Return a function that measures a case whose variants behave as it is told; rows by opponent."""
 
-    def run(limit: float = 60.0, **plan: dict[str, Any]) -> dict[str, Row]:
+    def run(limit: float = 60.0, bytes_read: float | None = None, **plan: dict[str, Any]) -> dict[str, Row]:
         place = Place(
             ["-c", PLAYED, json.dumps({"eager": EAGER, "k31": OURS, "inductor": INDUCTOR, **plan})], "", limit
         )
-        rows = run_models([case()], Settings(("inductor", "eager"), seconds=0.0), place, lambda name: None)
+        rows = run_models([case(bytes_read)], Settings(("inductor", "eager"), seconds=0.0), place, lambda name: None)
         return {row.against: row for row in rows}
 
     return run
@@ -70,6 +73,31 @@ def test_variants_sample_in_processes_of_their_own(measured) -> None:
     assert (row.goal, row.must, row.verdict) == (3.0, 1.5, "floor")
     assert (row.peak_extra_bytes, row.other_peak_extra_bytes, row.memory_verdict) == (20, 40, "below")
     assert rows["eager"].memory_verdict == "goal"
+
+
+def test_where_memory_is_waited_for_the_share_of_its_speed_is_told(measured) -> None:
+    rows = measured(bytes_read=1e6)  # at 2 bytes a nanosecond 0.5 ms, of 1 ms that ours takes
+    assert {row.roof for row in rows.values()} == {0.5}
+    assert {name: row.details["at_most"] for name, row in rows.items()} == {"inductor": 4.0, "eager": 8.0}
+    assert all("at_most" not in row.details and row.roof is None for row in measured().values())
+
+
+def test_a_step_reads_weights_keys_latents_and_states() -> None:
+    config = K31Config.tiny()
+    one, two = (bytes_of_a_step(config, torch.float32, 1, history) for history in (1000, 1001))
+    layers = sum(map(config.has_indexer, range(config.num_hidden_layers)))
+    assert two - one == layers * config.index_head_dim * 4
+    assert bytes_of_a_step(config, torch.bfloat16, 1, 1001) - bytes_of_a_step(config, torch.bfloat16, 1, 1000) == (
+        layers * config.index_head_dim * 2
+    )
+    # of very many tokens some pick each expert: what is left for each token are its caches
+    many, more = (bytes_of_a_step(config, torch.float32, batch, 0) for batch in (10_000, 10_001))
+    states = more - many
+    held = sum(p.numel() * 4 for p in K31ForCausalLM(config).to_serving_dtype(torch.float32).parameters())
+    embedding = config.vocab_size * config.hidden_size * 4
+    assert many - 10_000 * states == pytest.approx(held - embedding, rel=1e-6)
+    kda = config.num_hidden_layers - len(config.full_attention_layers)
+    assert states == pytest.approx(kda * config.kda_num_heads * config.kda_key_dim * config.kda_value_dim * 8, rel=1e-6)
 
 
 def test_wall_times_mean_nothing_while_others_work(measured) -> None:

@@ -136,6 +136,7 @@ OPTIONS: dict[str, Any] = {
     "super_kernel": False,
     "confirm_bytes": 1 << 20,
     "node_budget": 500,
+    "choice": "measured",
 }
 NEUTRAL: dict[str, Any] = {"cache": "/nowhere", "codegen": "tiered", "require_warm": True, "lock": "/no/such/contract"}
 NOT_FOR_A_CPU = {"target": "says which device and is an ingredient of its own", "streams": "refused on a CPU"}

@@ -15,7 +15,7 @@ KEYS = {
     *("fused", "contains", "refused", "graphs", "graph_breaks", "nodes_before", "nodes_after", "passes"),
     *("schedule", "cache", "phases", "versions", "notes", "providers", "confirmations"),
     *("layers", "lines", "regions", "inputs", "memory", "tier"),
-    *("leaves", "learned", "weights"),
+    *("leaves", "learned", "weights", "choice"),
 }
 
 

@@ -142,20 +142,32 @@ def gated_delta_chunk(draw):
     return _delta(draw, scalar=True, chunk=True)
 
 
+def _banks(draw, tokens, width):
+    """Frozen sums in one to three banks, and how many there are."""
+    banks = [draw.floats(tokens, draw.size(5), width) for _ in range(draw.size(3))]
+    return banks, sum(bank.shape[1] for bank in banks)
+
+
 def attn_res_prepare(draw):
-    tokens, blocks, width = draw.size(5), draw.size(5), draw.size(40)
+    tokens, width = draw.size(5), draw.size(40)
+    (bank, *more), blocks = _banks(draw, tokens, width)
     bools = torch.rand(blocks, generator=draw.numbers) < 0.6
     count = torch.tensor(draw.choices.randint(0, blocks), dtype=draw.one(torch.int64, torch.int32))
-    valid = draw.one(None, bools, count, count[None])
-    return (draw.floats(tokens, blocks, width), draw.floats(draw.size(5), width)), {"eps": 1e-6, "valid": valid}
+    options = {"eps": 1e-6, "valid": draw.one(None, bools, count, count[None])}
+    options |= {"more": more or None, "mix": draw.chance()}
+    return (bank, draw.floats(draw.size(5), width)), options
 
 
 def attn_res_update(draw):
     tokens, width = draw.size(5), draw.size(40)
-    maximum, total = (draw.floats(tokens, dtypes=(torch.float32,), readable=False) for _ in range(2))
-    mixture = draw.floats(tokens, width, dtypes=(torch.float32, torch.float32, torch.bfloat16))
+    queries = draw.one(None, draw.size(4))
+    slot, all_of = None if queries is None else draw.choices.randrange(queries), () if queries is None else (queries,)
+    maximum, total = (draw.floats(tokens, *all_of, dtypes=(torch.float32,), readable=False) for _ in range(2))
+    bank, blocks = _banks(draw, tokens, width) if draw.chance() else (None, width)
+    mixture = draw.floats(tokens, *all_of, blocks, dtypes=(torch.float32, torch.float32, torch.bfloat16))
     delta, norm = draw.maybe(lambda: draw.floats(tokens, width)), draw.maybe(lambda: draw.floats(width))
     options = {"eps": 1e-6, "norm_weight": norm, "norm_eps": 1e-5, "dtype": draw.one(None, *FLOATS)}
+    options |= {"bank": bank, "slot": slot}
     return (draw.floats(tokens, width), delta, maximum, total.abs(), mixture, draw.floats(width)), options
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from attn_res_cases import EPS, assert_near, draw, draw_update
 
 import k31compile.kernels as kernels
 from k31compile.errors import OperatorError
@@ -13,7 +14,6 @@ from k31compile.model.attn_res import AttnRes
 from k31compile.model.norms import RMSNorm
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-EPS = 1e-5
 
 
 def logit_of(row, query):
@@ -42,35 +42,6 @@ def define_mixed(rows, query):
     """The one-phase form for one token and one query: rows is a list of sources."""
     logits = torch.tensor([logit_of(row.double(), query.double()) for row in rows], dtype=torch.float64)
     return sum(weight * row.double() for weight, row in zip(logits.softmax(0), rows, strict=True))
-
-
-def draw(tokens=2, blocks=3, queries=5, width=7, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    bank = torch.randn(tokens, blocks, width, generator=generator) * torch.arange(1, blocks + 1)[:, None]
-    queries = torch.randn(queries, width, generator=generator) * 2 / width**0.5
-    return {"bank": bank.to(dtype), "queries": queries, "eps": EPS}
-
-
-def draw_update(tokens=2, width=7, dtype=torch.float32, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    return {
-        "partial": normal(tokens, width).to(dtype),
-        "delta": normal(tokens, width).to(dtype),
-        "maximum": normal(tokens),
-        "total": normal(tokens).exp() + 1,
-        "mixture": normal(tokens, width) * 2,
-        "query": normal(width) * 2 / width**0.5,
-        "eps": EPS,
-    }
-
-
-def assert_near(got, want, bound=5e-6):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound)
 
 
 SIZES = [  # tokens, blocks, queries, width: no two alike
@@ -334,13 +305,16 @@ def test_float64_stays_float64():
 def test_opcheck(utility):
     case = draw()
     for valid in (None, torch.tensor([True, False, True]), torch.tensor(2)):
-        torch.library.opcheck(
-            torch.ops.k31.attn_res_prepare.default,
-            (case["bank"], case["queries"]),
-            {"eps": EPS, "valid": valid},
-            test_utils=utility,
-        )
-    for changes in ({}, {"delta": None}, {"norm_weight": torch.ones(7), "dtype": torch.bfloat16}):
+        for options in ({}, {"more": [], "mix": False}):
+            torch.library.opcheck(
+                torch.ops.k31.attn_res_prepare.default,
+                (case["bank"], case["queries"]),
+                {"eps": EPS, "valid": valid, **options},
+                test_utils=utility,
+            )
+    one = {"maximum": torch.ones(2, 5), "total": torch.ones(2, 5), "mixture": torch.ones(2, 5, 7), "slot": 2}
+    banks = {"mixture": torch.ones(2, 3), "bank": [case["bank"][:, :1], case["bank"][:, 1:]]}
+    for changes in ({}, {"delta": None}, {"norm_weight": torch.ones(7), "dtype": torch.bfloat16}, banks, one):
         update = draw_update() | changes
         names = ("partial", "delta", "maximum", "total", "mixture", "query")
         arguments = tuple(update.pop(name) for name in names)
@@ -356,6 +330,10 @@ BAD_PREPARE_CALLS = [
     ({"valid": torch.ones(4, dtype=torch.bool)}, r"valid must have shape \[3\]"),
     ({"valid": torch.ones(3).int()}, "valid must be bool"),
     ({"valid": torch.tensor(1.0)}, "valid must be bool"),
+    ({"more": [torch.ones(2, 7)]}, r"more\[0\] must be \[M, n, D\], not \[2, 7\]"),
+    ({"more": [torch.ones(2, 3, 7), torch.ones(3, 1, 7)]}, r"more\[1\] must have shape \[2, 1, 7\]"),
+    ({"more": [torch.ones(2, 3, 7).int()]}, r"more\[0\] must be floating point"),
+    ({"more": [torch.ones(2, 1, 7)], "valid": torch.ones(3, dtype=torch.bool)}, r"valid must have shape \[4\]"),
 ]
 
 
@@ -376,6 +354,14 @@ BAD_UPDATE_CALLS = [
     ({"norm_weight": torch.ones(2)}, r"norm_weight must have shape \[7\]"),
     ({"mixture": torch.ones(2, 7, device="meta")}, "mixture is on meta, partial on cpu"),
     ({"dtype": torch.int64}, "dtype must be floating point"),
+    ({"slot": 0}, r"maximum must be \[M, Q\] with a slot"),
+    ({"maximum": torch.ones(2, 3), "slot": 3}, "slot must be 0 to 2, one of the 3 queries, not 3"),
+    ({"maximum": torch.ones(2, 3), "slot": -1}, "slot must be 0 to 2"),
+    ({"maximum": torch.ones(2, 3), "slot": 1}, r"total must have shape \[2, 3\], not \[2\]"),
+    ({"bank": [torch.ones(2, 7)]}, r"bank\[0\] must be \[M, n, D\]"),
+    ({"bank": [torch.ones(2, 3, 7)]}, r"mixture must have shape \[2, 3\], not \[2, 7\]"),
+    ({"bank": [torch.ones(2, 3, 7), torch.ones(2, 4, 8)]}, r"bank\[1\] must have shape \[2, 4, 7\]"),
+    ({"bank": [torch.ones(2, 7, 7, device="meta")]}, r"bank\[0\] is on meta, partial on cpu"),
 ]
 
 

@@ -51,6 +51,15 @@ def prepare(rows):
     bank, queries = torch.randn(8, rows, 1024).transpose(0, 1), torch.randn(5, 1024)
     return lambda: torch.ops.k31.attn_res_prepare(bank, queries, eps=1e-5)
 
+def weigh(rows):
+    banks, queries = [torch.randn(rows, 2, 1024).bfloat16() for _ in range(4)], torch.randn(5, 1024)
+    return lambda: torch.ops.k31.attn_res_prepare(banks[0], queries, eps=1e-5, more=banks[1:], mix=False)
+
+def mix(rows):
+    banks, weights = [torch.randn(rows, 1, 1024).bfloat16() for _ in range(3)], torch.rand(rows, 3)
+    x, ones = torch.randn(rows, 1024).bfloat16(), torch.ones(rows)
+    return lambda: torch.ops.k31.attn_res_update(x, x, ones, ones, weights, x[0], eps=1e-5, bank=banks)
+
 def update(rows):
     x, ones = torch.randn(rows, 1024), torch.ones(rows)
     return lambda: torch.ops.k31.attn_res_update(x, x, ones, ones, x, x[0], eps=1e-5, norm_weight=x[1])
@@ -87,6 +96,8 @@ def extra_bytes(operator, rows, **variables):
         ("conv", 65536, 65536 * 512 * 4),
         ("norm", 65536, 65536 * 512 * 4),
         ("prepare", 4096, 4096 * 8 * 1024 * 4),
+        ("weigh", 8192, 8192 * 5 * 1024 * 4),
+        ("mix", 32768, 32768 * 1024 * 4),
         ("update", 32768, 32768 * 1024 * 4),
     ],
 )

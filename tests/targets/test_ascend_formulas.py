@@ -71,6 +71,28 @@ def test_attn_res_prepare_where_some_blocks_do_not_count(valid):
     hold("attn_res_prepare", bank, draw(2, 11), eps=1e-5, valid=torch.tensor(valid))
 
 
+@pytest.mark.parametrize("mix", [True, False])
+def test_attn_res_prepare_of_several_banks(mix):
+    draw = Draw()
+    banks = [draw(4, blocks, 11) for blocks in (2, 0, 3)]
+    valid = torch.tensor([True, False, True, True, False])
+    hold("attn_res_prepare", banks[0], draw(2, 11), eps=1e-5, more=banks[1:], mix=mix, valid=valid)
+    hold("attn_res_prepare", banks[1], draw(2, 11), eps=1e-5, mix=mix)
+
+
+@pytest.mark.parametrize("blocks", [(), (3,), (2, 0, 3)])
+def test_attn_res_update_from_the_bank(blocks):
+    draw = Draw()
+    banks = [draw(5, count, 11) for count in blocks]
+    weights = draw(5, sum(blocks)).abs()
+    if blocks:
+        weights[1] = 0
+        banks[0][1] = torch.nan  # what has no weight is not read
+    hold("attn_res_update", draw(5, 11), None, draw(5), draw(5).abs(), weights, draw(11), eps=1e-5, bank=banks)
+    many = draw(5, 3), draw(5, 3).abs(), torch.stack([weights + 1, weights, weights + 2], 1)
+    hold("attn_res_update", draw(5, 11), None, *many, draw(11), eps=1e-5, bank=banks, slot=1)
+
+
 @pytest.mark.parametrize("with_delta", [True, False])
 @pytest.mark.parametrize("with_norm", [True, False])
 def test_attn_res_update(with_delta, with_norm):

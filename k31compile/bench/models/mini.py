@@ -44,7 +44,8 @@ def _decode(dtype: torch.dtype, batch: int, history: int, bound: Bound, quick: b
     make = partial(step, CONFIGS["mini"](), dtype, batch, history)
     series = f"mini decode {short_name(dtype)} B={batch}"
     part = partial(indexers, CONFIGS["mini"](), dtype, batch, history)
-    return ModelCase("mini", label, make, batch, held, series, history, quick, part=part)
+    read = bytes_of_a_step(CONFIGS["mini"](), dtype, batch, history)
+    return ModelCase("mini", label, make, batch, held, series, history, quick, part=part, bytes_read=read)
 
 
 def step(config: K31Config, dtype: torch.dtype, batch: int, history: int) -> Entry:
@@ -55,6 +56,29 @@ def step(config: K31Config, dtype: torch.dtype, batch: int, history: int) -> Ent
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, config.vocab_size, (batch, 1), generator=generator)
     return Entry("decode", model, (tokens, caches, torch.full((batch,), history)))
+
+
+def bytes_of_a_step(config: K31Config, dtype: torch.dtype, batch: int, history: int) -> float:
+    """What a decode step cannot do without reading: each weight once, of the experts those that some token picks, all
+    keys of the indexers, the latents that they select, and the states of KDA, which are written as well.
+
+    Tokens are taken to pick their experts by chance.
+    """
+    with torch.device("meta"):
+        model = K31ForCausalLM(config).to_serving_dtype(dtype)
+    kept = {name: weight.numel() * weight.element_size() for name, weight in model.named_parameters()}
+    experts = sum(size for name, size in kept.items() if ".experts." in name)
+    looked_up = sum(size for name, size in kept.items() if "embed" in name)
+    picked = 1 - (1 - config.num_experts_per_token / config.num_experts) ** batch
+    weights = sum(kept.values()) - looked_up - experts * (1 - picked)
+    layers = range(config.num_hidden_layers)
+    item = dtype.itemsize
+    keys = sum(map(config.has_indexer, layers)) * history * config.index_head_dim * item
+    latents = min(history, config.index_topk) * (config.kv_lora_rank + config.qk_rope_head_dim) * item
+    latents *= len(config.full_attention_layers)
+    states = config.kda_num_heads * config.kda_key_dim * config.kda_value_dim * 4 * 2
+    states *= config.num_hidden_layers - len(config.full_attention_layers)
+    return weights + batch * (keys + latents + states)
 
 
 def prompt(name: str, dtype: torch.dtype, length: int) -> Entry:

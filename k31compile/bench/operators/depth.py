@@ -28,7 +28,8 @@ def cases() -> list[Case]:
             "attn_res",
             f"bf16 {_STEPS} steps D={_WIDTH} T={rows}",
             partial(_make, rows),
-            Goals(held),
+            # The running sum that a step leaves to the next is a result, of which the last alone is handed back.
+            Goals(held, extra_bytes=(2 << 20) + rows * _WIDTH * 2),
             is_quick=rows == 1,
         )
         for rows, held in bounds.items()
@@ -60,17 +61,22 @@ def _make(rows: int) -> Work:
     prefix, bank, deltas = stream(), tuple(stream() for _ in range(_SUMS)), tuple(stream() for _ in range(_STEPS))
     block = Block().bfloat16().eval()
     steps: list[Any] = list(block.steps)
-    queries = torch.stack([step.proj.weight.data.squeeze(0) * step.norm.weight.data for step in steps])
     eps = steps[0].norm.eps
     form = Form("", block, lambda function: lambda: function(prefix, bank, deltas))
 
+    # What the graph of `block` calls, with its queries in float32. Views cost nothing there, so those of arguments are
+    # made before.
+    prepare, update = torch.ops.k31.attn_res_prepare.default, torch.ops.k31.attn_res_update.default
+    queries = torch.stack([step.proj.weight.data.squeeze(0).float() * step.norm.weight.data.float() for step in steps])
+    each, added = queries.unbind(), [delta[0] for delta in deltas]
+    sums = [one[0].unsqueeze(1) for one in bank]
+
     def ours() -> tuple[Tensor, ...]:
-        sums = torch.stack([one[0] for one in bank], dim=1)
-        maximum, total, mixture = torch.ops.k31.attn_res_prepare(sums, queries, eps=eps)
+        read = [torch.cat(sums, 1)] if rows == 1 else sums
+        prepared = prepare(read[0], queries, eps=eps, more=read[1:] or None, mix=False)
         last, mixed = prefix[0], []
-        for step, delta in enumerate(deltas):
-            prepared = maximum[:, step], total[:, step], mixture[:, step]
-            last, one = torch.ops.k31.attn_res_update(last, delta[0], *prepared, queries[step], eps=eps)
+        for slot, (query, delta) in enumerate(zip(each, added, strict=True)):
+            last, one = update(last, delta, *prepared, query, eps=eps, bank=read, slot=slot)
             mixed.append(one)
         return last, *mixed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,29 +19,38 @@ def prepare_provider(variant: str = "fast") -> Provider:
 
     @taking(Prepare)
     def run(call: Prepare) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        maximum, total, mixture = call.new_results()
-        bank, queries, mask = calls.readable(call.bank), calls.readable(call.queries.float()), call.mask()
+        maximum, total, third = call.new_results()
+        banks, queries, mask = [calls.readable(bank) for bank in call.banks], calls.readable(call.queries), call.mask()
         mask = None if mask is None else mask.to("cpu").contiguous()
+        sums = calls.sum_operands(banks)
         arguments = calls.AttnResPrepareCall(
-            calls.row_operand(bank),
             calls.row_operand(queries),
+            ctypes.addressof(sums),
             0 if mask is None else mask.data_ptr(),
-            *bank.shape[:2],
+            call.bank.shape[0],
+            len(sums),
             *queries.shape,
             call.eps,
             torch.get_num_threads(),
             maximum.data_ptr(),
             total.data_ptr(),
-            mixture.data_ptr(),
+            third.data_ptr() if call.mix else 0,
+            0 if call.mix else third.data_ptr(),
         )
         loader.call(variant, "k31_attn_res_prepare", arguments, 0)
-        return maximum, total, mixture
+        return maximum, total, third
 
     return Provider(f"cpu-{variant}", lambda: loader.available(variant), run, _prepare_declines)
 
 
-def _prepare_declines(bank: torch.Tensor, queries: torch.Tensor, *_args: Any, **_kwargs: Any) -> str | None:
-    return calls.unread(bank=bank, queries=queries)
+def _prepare_declines(
+    bank: torch.Tensor,
+    queries: torch.Tensor,
+    *_args: Any,
+    more: Sequence[torch.Tensor] | None = None,
+    **_kwargs: Any,
+) -> str | None:
+    return calls.unread(bank=bank, queries=queries, **_numbered("more", more))
 
 
 def update_provider(variant: str = "fast") -> Provider:
@@ -48,9 +59,11 @@ def update_provider(variant: str = "fast") -> Provider:
     @taking(Update)
     def run(call: Update) -> tuple[torch.Tensor, torch.Tensor]:
         result, mixed = call.new_results()
-        partial, mixture, query = (calls.readable(x) for x in (call.partial, call.mixture.float(), call.query.float()))
+        maximum, total, mixture = (tensor.float() for tensor in call.prepared)
+        partial, mixture, query = (calls.readable(x) for x in (call.partial, mixture, call.query))
         delta, norm_weight = (None if x is None else calls.readable(x) for x in (call.delta, call.norm_weight))
-        maximum, total = call.maximum.float(), call.total.float()
+        banks = [calls.readable(bank) for bank in call.bank or ()]
+        sums = calls.sum_operands(banks)
         arguments = calls.AttnResUpdateCall(
             calls.row_operand(partial),
             calls.row_operand(delta),
@@ -59,6 +72,8 @@ def update_provider(variant: str = "fast") -> Provider:
             calls.row_operand(mixture),
             calls.row_operand(query),
             calls.row_operand(norm_weight),
+            0 if call.bank is None else ctypes.addressof(sums),
+            len(sums),
             *partial.shape,
             call.eps,
             call.norm_eps,
@@ -83,9 +98,14 @@ def _update_declines(
     *,
     norm_weight: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    bank: Sequence[torch.Tensor] | None = None,
     **_kwargs: Any,
 ) -> str | None:
     if dtype not in (None, *calls.DTYPES):
         return f"the result is {dtype}; the kernel writes float32 and bfloat16"
     named = {"maximum": maximum, "total": total, "mixture": mixture, "query": query, "norm_weight": norm_weight}
-    return calls.unread(partial=partial, delta=delta, **named)
+    return calls.unread(partial=partial, delta=delta, **named, **_numbered("bank", bank))
+
+
+def _numbered(name: str, tensors: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    return {f"{name}[{i}]": tensor for i, tensor in enumerate(tensors or ())}

@@ -95,6 +95,33 @@ struct RequestCache {
     }
 };
 
+// Rows of one head at consecutive positions, without a division for each of them.
+class RowWalk {
+  public:
+    RowWalk(const RequestCache& cache, const Operand& operand, int64_t position, int64_t head)
+        : cache_(cache), operand_(operand), position_(position), head_(head) {}
+
+    K31_INLINE const char* next() {
+        if (left_ == 0) enter();
+        const char* row = row_;
+        row_ += operand_.stride_row * size_of(operand_.dtype);
+        left_--;
+        position_++;
+        return row;
+    }
+
+  private:
+    void enter() {
+        row_ = cache_.row(operand_, position_, head_);
+        left_ = cache_.paging.table ? cache_.paging.page - position_ % cache_.paging.page : INT64_MAX;
+    }
+
+    const RequestCache& cache_;
+    const Operand& operand_;
+    int64_t position_, head_, left_ = 0;
+    const char* row_ = nullptr;
+};
+
 K31_INLINE void prefetch(const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }

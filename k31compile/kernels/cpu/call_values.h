@@ -59,6 +59,7 @@ class Arguments {
     // None of them where there is no list.
     Tensors tensors_or_none() { return is_nothing() ? Tensors{nullptr, 0} : tensors(); }
     int64_t integer() { return next(Value::INTEGER).integer; }
+    const int64_t* integer_or_none() { return is_nothing() ? nullptr : &next(Value::INTEGER).integer; }
     double number() { return next(Value::NUMBER).number; }
     const double* number_or_none() { return is_nothing() ? nullptr : &next(Value::NUMBER).number; }
     bool flag() { return next(Value::FLAG).integer; }

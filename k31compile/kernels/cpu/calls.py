@@ -163,10 +163,10 @@ class AttnResPrepareCall(ctypes.Structure):
     """Arguments of k31_attn_res_prepare."""
 
     _fields_ = [
-        *((name, Operand) for name in ("bank", "queries")),
-        *_integers("valid tokens blocks queries_count width"),
+        ("queries", Operand),
+        *_integers("blocks valid tokens block_count query_count width"),
         ("eps", ctypes.c_double),
-        *_integers("threads maximum total mixture"),
+        *_integers("threads maximum total mixture weights"),
     ]
 
 
@@ -175,7 +175,7 @@ class AttnResUpdateCall(ctypes.Structure):
 
     _fields_ = [
         *((name, Operand) for name in ("partial", "delta", "maximum", "total", "mixture", "query", "norm_weight")),
-        *_integers("tokens width"),
+        *_integers("blocks block_count tokens width"),
         ("eps", ctypes.c_double),
         ("norm_eps", ctypes.c_double),
         *_integers("threads sum mixed mixed_dtype"),
@@ -221,6 +221,12 @@ def row_operand(tensor: torch.Tensor | None) -> Operand:
     if tensor is None:
         return Operand()
     return Operand(tensor.data_ptr(), DTYPES[tensor.dtype], *(0, 0, 0, *tensor.stride()[:-1])[-3:])
+
+
+def sum_operands(banks: Sequence[torch.Tensor]) -> ctypes.Array[Operand]:
+    """Describe the frozen sums in readable banks [M, n, D] one by one, each as rows [M, D]."""
+    sums = [row_operand(one) for bank in banks for one in bank.unbind(1)]
+    return (Operand * len(sums))(*sums)
 
 
 def number_operand(tensor: torch.Tensor) -> Operand:

@@ -67,7 +67,9 @@ template <class Dot> struct PackedQuery {
 
 // What one thread needs to score a block of keys.
 struct KeyBlock {
-    const char* rows[ROW_BLOCK];
+    const char* keys[ROW_BLOCK];   // where they lie
+    const char* ahead[ROW_BLOCK];  // those of the next block; of no use in the last one
+    const char* rows[ROW_BLOCK];   // what is multiplied: the keys, or copies of them
     char* copies;
     Floats* sums;
 
@@ -87,10 +89,31 @@ struct Neighbours {
 };
 inline constexpr Neighbours NEIGHBOURS;
 
+// dots[r] = rows[r] . panel, while the keys `ahead` are fetched. Few heads are done so soon that memory must not wait
+// either: their lines are asked for one by one between the products, since all at once would fill the places in which
+// misses wait. With more heads that costs registers, and the products hide it anyway.
+template <class Dot, int ROWS, int VECS>
+K31_INLINE void multiply_and_fetch(const char* const (&row)[ROWS], const char* const* ahead, int64_t ahead_bytes,
+                                   int64_t steps, const typename Dot::Element* panel, Floats (&dots)[ROWS][VECS]) {
+    constexpr int64_t SIZE = sizeof(typename Dot::Step), LINE = 64;
+    if constexpr (VECS > 1) {
+        for (int m = 0; m < ROWS; m++) prefetch_far(ahead[m], ahead_bytes);
+        multiply<Dot, false>(row, 0, steps, panel, dots, SIZE);
+    } else {
+        for (int64_t k = 0; k < steps; k += LINE / SIZE) {
+            if (k * SIZE < ahead_bytes)
+#pragma GCC unroll 16
+                for (int m = 0; m < ROWS; m++) __builtin_prefetch(ahead[m] + k * SIZE, 0, 1);
+            multiply<Dot, false>(row, k, std::min(k + LINE / SIZE, steps), panel, dots, SIZE);
+        }
+    }
+}
+
 // sums[r] += weights * relu(keys[r] . panel), lane by lane, for ROWS keys and one panel of VECS head vectors.
 template <class Dot, int ROWS, int VECS>
-__attribute__((noinline)) void score_tile(const char* const* rows, int64_t steps, const typename Dot::Element* panel,
-                                          const Floats* weights, const Words* exists, bool first, Floats* sums) {
+__attribute__((noinline)) void score_tile(const char* const* rows, const char* const* ahead, int64_t ahead_bytes,
+                                          int64_t steps, const typename Dot::Element* panel, const Floats* weights,
+                                          const Words* exists, bool first, Floats* sums) {
     const char* row[ROWS];
     Floats dots[ROWS][VECS];
 #pragma GCC unroll 16
@@ -99,7 +122,7 @@ __attribute__((noinline)) void score_tile(const char* const* rows, int64_t steps
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) dots[m][v] = Floats{};
     }
-    multiply<Dot, false>(row, steps, panel, dots, 4);
+    multiply_and_fetch<Dot>(row, ahead, ahead_bytes, steps, panel, dots);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) {
         if constexpr (PackedQuery<Dot>::TWO) dots[m][0] += __builtin_shuffle(dots[m][0], load<Ints>(NEIGHBOURS.at));
@@ -115,11 +138,12 @@ __attribute__((noinline)) void score_tile(const char* const* rows, int64_t steps
 }
 
 template <class Dot, int VECS>
-void score_panel(KeyBlock& block, int64_t keys, int64_t steps, const typename Dot::Element* panel,
+void score_panel(KeyBlock& block, int64_t keys, int64_t ahead_bytes, int64_t steps, const typename Dot::Element* panel,
                  const Floats* weights, const Words* exists, bool first) {
     constexpr int ROWS = TILE_ROWS<VECS>;
     for (int64_t r = 0; r < keys; r += ROWS)
-        score_tile<Dot, ROWS, VECS>(block.rows + r, steps, panel, weights, exists, first, block.sums + r);
+        score_tile<Dot, ROWS, VECS>(block.rows + r, block.ahead + r, ahead_bytes, steps, panel, weights, exists, first,
+                                    block.sums + r);
 }
 
 // The ranks of the positions from `from` on, whose scores lie across the lanes of the block's sums.
@@ -141,20 +165,19 @@ inline void rank_block(const KeyBlock& block, int64_t keys, const MaskRow& mask,
     }
 }
 
+// Scores of the block's first `keys` keys; `has_next` says whether the keys ahead are any.
 template <class Dot>
-void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const RequestCache& cache,
-                 const MaskRow& mask, int64_t from, int64_t to, int64_t end, uint32_t* ranks) {
-    const int64_t keys = to - from, depth = depth_of<Dot>(call.width), bytes = call.width * size_of(call.key.dtype);
+void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const MaskRow& mask,
+                 int64_t from, int64_t keys, bool has_next, uint32_t* ranks) {
+    const int64_t depth = depth_of<Dot>(call.width), bytes = call.width * size_of(call.key.dtype);
     const bool direct = in_place<Dot>(call.key.dtype, call.width);
     for (int64_t r = 0; r < ROW_BLOCK; r++) {
         if (r >= keys) {
             block.rows[r] = block.rows[keys - 1];  // whole tiles: what these rows give is dropped
             continue;
         }
-        const char* row = cache.row(call.key, from + r, 0);
-        if (to + r < end) prefetch_far(cache.row(call.key, to + r, 0), bytes);
-        block.rows[r] = direct ? row : block.copies + r * depth * 4;
-        if (!direct) copy_row(Dot{}, row, call.key.dtype, call.width, block.copies + r * depth * 4);
+        block.rows[r] = direct ? block.keys[r] : block.copies + r * depth * 4;
+        if (!direct) copy_row(Dot{}, block.keys[r], call.key.dtype, call.width, block.copies + r * depth * 4);
     }
     const int64_t vectors = round_up(call.heads, LANES) / LANES;
     for (int64_t v = 0; v < vectors;) {
@@ -163,7 +186,8 @@ void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBloc
         auto score = score_panel<Dot, 1>;
         if constexpr (!PackedQuery<Dot>::TWO)
             if (width > 1) score = width == 2 ? score_panel<Dot, 2> : score_panel<Dot, WIDEST>;
-        score(block, keys, steps_of<Dot>(call.width), panel, query.weights + v, query.exists + v, v == 0);
+        score(block, keys, has_next && v == 0 ? bytes : 0, steps_of<Dot>(call.width), panel, query.weights + v,
+              query.exists + v, v == 0);
         v += width;
     }
     rank_block(block, keys, mask, from, ranks);
@@ -172,8 +196,15 @@ void score_block(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBloc
 template <class Dot>
 void score_range(const IndexerCall& call, const PackedQuery<Dot>& query, KeyBlock& block, const RequestCache& cache,
                  const MaskRow& mask, int64_t from, int64_t to, uint32_t* ranks) {
-    for (int64_t s = from; s < to; s += ROW_BLOCK)
-        score_block<Dot>(call, query, block, cache, mask, s, std::min<int64_t>(s + ROW_BLOCK, to), to, ranks);
+    RowWalk walk(cache, call.key, from, 0);
+    const auto keys_at = [to](int64_t s) { return std::clamp<int64_t>(to - s, 0, ROW_BLOCK); };
+    for (int64_t r = 0; r < keys_at(from); r++) block.ahead[r] = walk.next();
+    for (int64_t s = from; s < to; s += ROW_BLOCK) {
+        std::copy(block.ahead, block.ahead + ROW_BLOCK, block.keys);
+        const int64_t next = keys_at(s + ROW_BLOCK);
+        for (int64_t r = 0; r < ROW_BLOCK && next; r++) block.ahead[r] = r < next ? walk.next() : block.ahead[r - 1];
+        score_block<Dot>(call, query, block, mask, s, keys_at(s), next > 0, ranks);
+    }
 }
 
 // A row that sees no more than `count` keys selects them all: nothing to score unless their order is asked for.

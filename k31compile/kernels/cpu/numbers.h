@@ -16,7 +16,15 @@ K31_INLINE int64_t threads_for(double work, int64_t threads) {
 // Round to bfloat16, ties to even, left in the low halves; a NaN stays one.
 K31_INLINE Words narrow_words(Floats x) { return x == x ? narrow_finite(x) : bits<Words>(x) >> 16 | 0x40; }
 
-K31_INLINE Halves narrow(Floats x) { return __builtin_convertvector(narrow_words(x), Halves); }
+K31_INLINE Halves drop_upper(Words words) {
+#if defined(__AVX512F__) && K31_LANES == 16
+    return bits<Halves>(_mm512_cvtepi32_epi16(bits<__m512i>(words)));  // spelled out, as `widen` is
+#else
+    return __builtin_convertvector(words, Halves);
+#endif
+}
+
+K31_INLINE Halves narrow(Floats x) { return drop_upper(narrow_words(x)); }
 
 // The value that a number has once it is stored in a dtype.
 K31_INLINE Floats rounded(Floats x, int64_t dtype) {

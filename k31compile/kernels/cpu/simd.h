@@ -18,7 +18,7 @@
 #if defined(__AVX512BF16__) && K31_LANES == 16
 #define K31_PAIR_INSTRUCTION
 #endif
-#if defined(K31_PAIR_INSTRUCTION) || (defined(__AVX2__) && K31_LANES == 8)
+#if (defined(__AVX512F__) && K31_LANES == 16) || (defined(__AVX2__) && K31_LANES == 8)
 #include <immintrin.h>
 #endif
 
@@ -72,8 +72,10 @@ K31_INLINE constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 
 K31_INLINE float widen(uint16_t half) { return bits<float>(uint32_t(half) << 16); }
 
 K31_INLINE Floats widen(Halves halves) {
-#if defined(__AVX2__) && K31_LANES == 8
     // Spelled out: of the general form GCC 12 makes two half conversions and a merge.
+#if defined(__AVX512F__) && K31_LANES == 16
+    return bits<Floats>(bits<Words>(_mm512_cvtepu16_epi32(bits<__m256i>(halves))) << 16);
+#elif defined(__AVX2__) && K31_LANES == 8
     return bits<Floats>(bits<Words>(_mm256_cvtepu16_epi32(bits<__m128i>(halves))) << 16);
 #else
     return bits<Floats>(__builtin_convertvector(halves, Words) << 16);

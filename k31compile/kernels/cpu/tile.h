@@ -73,13 +73,13 @@ constexpr int ROW_BLOCK = 24;  // a multiple of every TILE_ROWS
 // How many vectors the next panel takes when `left` vectors of columns remain.
 K31_INLINE int panel_width(int64_t left) { return left >= WIDEST ? WIDEST : left >= 2 ? 2 : 1; }
 
-// sum[m][v] += rows[m][steps] . panel[steps][v]; the panel is [steps][VECS][LANES] elements. The steps of a row
+// sum[m][v] += rows[m][k] . panel[k][v] for steps k in [first, last); the panel is [steps][VECS][LANES] elements. The steps of a row
 // lie side by side, or STRIDED: `stride` bytes apart.
 template <class Dot, bool STRIDED, int ROWS, int VECS>
-K31_INLINE void multiply(const char* const (&rows)[ROWS], int64_t steps, const typename Dot::Element* panel,
-                         Floats (&sum)[ROWS][VECS], int64_t stride) {
+K31_INLINE void multiply(const char* const (&rows)[ROWS], int64_t first, int64_t last,
+                         const typename Dot::Element* panel, Floats (&sum)[ROWS][VECS], int64_t stride) {
     using Step = typename Dot::Step;
-    for (int64_t k = 0; k < steps; k++) {
+    for (int64_t k = first; k < last; k++) {
         Words column[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) {
@@ -108,7 +108,7 @@ __attribute__((noinline)) void dot_tile(const char* const* rows, int64_t depth, 
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) sum[m][v] = sums[m][v];
     }
-    multiply<Dot, STRIDED>(row, depth, panel, sum, stride);
+    multiply<Dot, STRIDED>(row, 0, depth, panel, sum, stride);
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4

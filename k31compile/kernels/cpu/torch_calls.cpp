@@ -63,11 +63,12 @@ Operator OPERATORS[] = {
      "Tensor? initial_state=None, *, Tensor? cu_seqlens=None, float scale=1.0, str state_layout='KV') -> "
      "(Tensor, Tensor)",
      serve_gated_delta_chunk},
-    {"attn_res_prepare(Tensor bank, Tensor queries, *, float eps, Tensor? valid=None) -> (Tensor, Tensor, Tensor)",
+    {"attn_res_prepare(Tensor bank, Tensor queries, *, float eps, Tensor? valid=None, Tensor[]? more=None, "
+     "bool mix=True) -> (Tensor, Tensor, Tensor)",
      serve_attn_res_prepare},
     {"attn_res_update(Tensor partial, Tensor? delta, Tensor maximum, Tensor total, Tensor mixture, Tensor query, *, "
-     "float eps, Tensor? norm_weight=None, float norm_eps=1e-5, ScalarType? dtype=None) -> "
-     "(Tensor, Tensor)",
+     "float eps, Tensor? norm_weight=None, float norm_eps=1e-5, ScalarType? dtype=None, "
+     "Tensor[]? bank=None, int? slot=None) -> (Tensor, Tensor)",
      serve_attn_res_update},
     {"short_conv(Tensor x, Tensor weight, *, Tensor? bias=None, Tensor? state=None, "
      "Tensor? actual_seq_lengths=None, str activation='silu') -> (Tensor, Tensor)",

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from k31compile.errors import NativeError
 from k31compile.graph.sizes import expression_of, input_values
 from k31compile.graph.views import is_view
+from k31compile.targets.frozen_sums import mix_where_sums_lie
 from k31compile.targets.state_writes import update_states_in_place
 
 ATEN = torch.ops.aten
@@ -41,6 +42,7 @@ def prepare(module: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.G
     returned = graph.graph_copy(module.graph, {})
     graph.output(returned)
     copy = fx.GraphModule(module, graph)
+    mix_where_sums_lie(copy)
     update_states_in_place(copy)
     placeholders = graph.find_nodes(op="placeholder")
     outputs = _plan_outputs(graph, placeholders)
