@@ -130,6 +130,12 @@ def check_experts(
         check_floats(("x", x), *((name, matrix) for matrix in matrices))
 
 
+def narrow_dtype(x: torch.Tensor, *projections: torch.Tensor) -> torch.dtype | None:
+    """The dtype that grouped_experts rounds its activation to: that of x and all projections, if it has 16 bits."""
+    narrow = x.dtype.itemsize == 2 and all(matrix.dtype == x.dtype for matrix in projections)
+    return x.dtype if narrow else None
+
+
 def count_experts(name: str, matrices: Sequence[torch.Tensor]) -> int:
     """E of a projection: one packed tensor [E, out, in], or a list of E matrices [out, in]."""
     if not matrices:

@@ -3,6 +3,9 @@
     out[n] = sum_j weights[n, j] * down_e(act(gate_e(x_n), up_e(x_n))),    e = expert_idx[n, j]
     SiTU(g, u) = beta tanh(g / beta) sigmoid(g) * lb tanh(u / lb);  SwiGLU(g, u) = g sigmoid(g) * u
 
+Where x and all projections are bfloat16, or all are float16, act(..) is rounded to that before `down`, as it is in a
+model of that dtype; nothing else is rounded.
+
 An index that is no expert (below 0, or E and above) adds nothing: experts of other ranks are named so.
 """
 
@@ -21,6 +24,7 @@ from k31compile.kernels.expert_checks import (
     check_experts,
     check_rank,
     count_experts,
+    narrow_dtype,
     width_of,
 )
 from k31compile.kernels.library import register_operator
@@ -65,13 +69,14 @@ def grouped_experts_reference(
         gate_proj, up_proj: one tensor [E, I, L] or E matrices [I, L] each; down_proj: [E, L_out, I] or E matrices.
         options: the fields of `ExpertActivation`.
 
-    Everything runs in float32 (float64 when any float tensor is float64). Returns [N, L_out] in that dtype. Raises
-    OperatorError on anything outside this contract.
+    Everything runs in float32 (float64 when any float tensor is float64), the activation being rounded as said above.
+    Returns [N, L_out] in that dtype. Raises OperatorError on anything outside this contract.
     """
     activation = ExpertActivation(**options)
     activation.check()
     check_experts(x, expert_idx, weights, gate_proj, up_proj, down_proj)
     dtype = accumulation_dtype(x, weights, *gate_proj, *up_proj, *down_proj)
+    kept = narrow_dtype(x, *gate_proj, *up_proj, *down_proj) or dtype
     result = x.new_zeros((x.shape[0], width_of(down_proj)), dtype=dtype)
     named = expert_idx[(expert_idx >= 0) & (expert_idx < count_experts("gate_proj", gate_proj))]
     with torch.autocast(x.device.type, enabled=False):
@@ -81,7 +86,7 @@ def grouped_experts_reference(
             for block in torch.nonzero(expert_idx == expert).split(step):
                 tokens, slots = block.unbind(1)
                 rows = x[tokens].to(dtype)
-                out = activate(rows @ gate.T, rows @ up.T, activation) @ down.T
+                out = activate(rows @ gate.T, rows @ up.T, activation).to(kept).to(dtype) @ down.T
                 result.index_add_(0, tokens, out * weights[tokens, slots, None].to(dtype))
     return result
 

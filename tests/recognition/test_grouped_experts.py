@@ -142,3 +142,22 @@ def test_a_symbolic_number_of_tokens():
     ran = run(gathered, x, logits, *matrices, stable=False)
     assert ran.fused == {OPERATOR: 1, "moe_gating_top_k": 1}, ran.reasons
     assert relative_error(ran.got, ran.want) < 1e-5
+
+
+@pytest.mark.parametrize("widened", [("x", "gate_up", "down"), ("down",)], ids=str)
+def test_an_author_who_computes_bfloat16_experts_in_float32_keeps_the_digits(widened):
+    """The activation of bfloat16 experts is rounded before `down`; not that of an author who rounds nothing."""
+
+    def widening(x, logits, gate_up, down):
+        weights, experts = logits.softmax(-1).topk(3, -1)
+        if "x" in widened:
+            x, gate_up = x.float(), gate_up.float()
+        gate, up = torch.einsum("nkil,nl->nki", gate_up[experts], x).float().chunk(2, dim=-1)
+        return torch.einsum("nkli,nki,nk->nl", down.float()[experts], F.silu(gate) * up, weights)
+
+    x, logits, gate_up, down = layer()
+    args = (x.bfloat16(), logits, gate_up.bfloat16(), down.bfloat16())
+    ran = run(widening, *args, stable=False)
+    assert ran.fused[OPERATOR] == 1, ran.reasons
+    exact = widening(*(arg.float() for arg in args))
+    assert relative_error(ran.got, exact) < 1e-5

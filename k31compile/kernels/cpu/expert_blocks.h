@@ -46,6 +46,15 @@ inline bool reads_pairs(const ExpertsCall& call) {
            !call.gate.transposed() && !call.up.transposed();
 }
 
+// Whether the activation is rounded to bfloat16 before down, as it is in a model of that dtype.
+inline bool rounds(const ExpertsCall& call) {
+    return call.x.dtype == BFLOAT16 && call.gate.dtype == BFLOAT16 && call.up.dtype == BFLOAT16 &&
+           call.down.dtype == BFLOAT16;
+}
+
+// Whether down multiplies pairs of bfloat16: then activations with tokens across the lanes are kept as pairs.
+inline bool keeps_pairs(const ExpertsCall& call) { return PAIRS && rounds(call) && !call.down.transposed(); }
+
 struct Pair {
     int32_t row;
     float weight;

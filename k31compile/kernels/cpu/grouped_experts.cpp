@@ -8,6 +8,7 @@
 
 #include "activation.h"
 #include "expert_blocks.h"
+#include "numbers.h"
 
 namespace k31 {
 namespace {
@@ -73,16 +74,41 @@ const float* Worker::gather(const ExpertsCall& call, const ExpertBlock& block, i
     return panels;
 }
 
-// gate[i] = act(gate[i], up[i]); n is a multiple of LANES.
+// gate[i] = act(gate[i], up[i]), rounded where the call says so; n is a multiple of LANES.
 void activate(const ExpertsCall& call, float* gate, const float* up, int64_t n) {
     const float beta = float(call.beta), linear = float(call.linear_beta);
     const float per_beta = float(1 / call.beta), per_linear = linear != 0.0f ? float(1 / call.linear_beta) : 0.0f;
+    const int64_t kept = rounds(call) ? BFLOAT16 : FLOAT32;
     for (int64_t i = 0; i < n; i += LANES) {
         const Floats g = load<Floats>(gate + i), open = sigmoid(g);
         Floats u = load<Floats>(up + i);
         if (call.situ && linear != 0.0f) u = tanh(u * per_linear) * linear;
-        store(gate + i, (call.situ ? tanh(g * per_beta) * beta : g) * open * u);
+        store(gate + i, rounded((call.situ ? tanh(g * per_beta) * beta : g) * open * u, kept));
     }
+}
+
+// Inner activations [first, first + count) of a block, all bfloat16, go to panels of pairs; `first` is even, a missing second number counts as zero.
+void keep_pairs(const ExpertsCall& call, const ExpertBlock& block, const Grid& grid, int64_t first, int64_t count,
+                uint32_t* hidden) {
+    const int64_t depth = depth_of<PairDot>(call.inner);
+    for_panels(block.lanes() / LANES, [&](auto width, int64_t v) {
+        constexpr int64_t columns = width.value * LANES;
+        const int64_t token = v * LANES, real = std::min(columns, block.tokens - token);
+        for (int64_t i = 0; i < count; i += 2) {
+            uint32_t* line = hidden + token * depth + (first + i) / 2 * columns;
+            const bool paired = i + 1 < count;
+            if (grid.per_token == 1) {
+                const float *low = grid.data + i * grid.per_output + token, *high = low + grid.per_output;
+                for (int64_t c = 0; c < columns; c += LANES)
+                    store(line + c, bits<Words>(load<Floats>(low + c)) >> 16 |
+                                        (paired ? bits<Words>(load<Floats>(high + c)) : Words{}));
+            } else {
+                for (int64_t c = 0; c < columns; c++)
+                    line[c] = c < real ? PairDot::pack(grid.at(i, token + c), paired ? grid.at(i + 1, token + c) : 0.0f)
+                                       : 0;
+            }
+        }
+    });
 }
 
 // Inner activations [first, first + count) of a block go to where down reads them: panels or rows of all of them.
@@ -96,6 +122,7 @@ void keep(const ExpertsCall& call, const ExpertBlock& block, const Grid& grid, i
         }
         return;
     }
+    if (keeps_pairs(call)) return keep_pairs(call, block, grid, first, count, reinterpret_cast<uint32_t*>(hidden));
     for_panels(block.lanes() / LANES, [&](auto width, int64_t v) {
         constexpr int64_t columns = width.value * LANES;
         const int64_t token = v * LANES, real = std::min(columns, block.tokens - token);
@@ -131,7 +158,7 @@ void add_outputs(const ExpertsCall& call, Worker& worker, const ExpertBlock& blo
     const Grid grid(worker.first, by_lanes(down.transposed, block.tokens), block.lanes());
     for (int64_t l = from; l < to; l += CHUNK) {
         const int64_t count = std::min(CHUNK, to - l);
-        multiply({down, l, count, call.inner}, hidden, block.tokens, worker.first, worker.product);
+        multiply({down, l, count, call.inner}, hidden, block.tokens, worker.first, worker.product, keeps_pairs(call));
         for (int64_t t = 0; t < block.tokens; t++) {
             const Pair& pair = block.pairs[t];
             float* row = call.result + pair.row * call.result_width + l;

@@ -13,7 +13,16 @@ from k31compile.graph.constants import COMPARISONS, plain_floats
 from k31compile.graph.dataflow import ATEN
 from k31compile.graph.portable import portable
 from k31compile.graph.region import Region
-from k31compile.graph.sizes import Substitution, is_integer, numel_of, shape_of, shape_under, symbols_of, value_of
+from k31compile.graph.sizes import (
+    Substitution,
+    is_float,
+    is_integer,
+    numel_of,
+    shape_of,
+    shape_under,
+    symbols_of,
+    value_of,
+)
 from k31compile.graph.views import is_view
 from k31compile.kernels.expert_checks import SITU, SWIGLU
 from k31compile.passes.recognise.expert_matrices import (
@@ -100,6 +109,7 @@ class ExpertsReading(Reading):
         self.region, self.operands, self.distinct = region, operands, distinct
         self.learned: Activation | None = None
         self._outside = _numbers_outside(region, operands)
+        self._widens = _widens_matrices(region, operands)
         self._bounds = bounds_among(plain_floats(region.nodes))
         has_tanh = any(node.target is ATEN.tanh.default for node in region.nodes)
         self._activations = activations(self._bounds if has_tanh else None)
@@ -262,8 +272,24 @@ class ExpertsReading(Reading):
     def build(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The operator, its result in the dtype of the author's."""
         assert self.learned is not None
-        result = self._run(self.learned, dict(zip(self.region.leaves, leaves, strict=True)))
+        values = dict(zip(self.region.leaves, leaves, strict=True))
+        if self._widens:
+            values[self.operands.x] = values[self.operands.x].float()
+        result = self._run(self.learned, values)
         return (in_dtype(result, value_of(self.region.outputs[0]).dtype),)
+
+
+def _widens_matrices(region: Region, operands: ExpertOperands) -> bool:
+    """Whether narrow matrices are cast to more than 16 bits: then the author rounds no activation, and x is widened."""
+    projections = (operands.gate, operands.up, operands.down)
+    made = {node for part in projections for node in part.source if value_of(node).dtype.itemsize == 2}
+    for node in region.nodes:
+        sources = [source for source in node.all_input_nodes if is_float(source)]
+        if sources and is_float(node) and made.issuperset(sources):
+            if value_of(node).dtype.itemsize > 2:
+                return True
+            made.add(node)
+    return False
 
 
 def _last_of_each(experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from k31compile.kernels.checks import accumulation_dtype
-from k31compile.kernels.expert_checks import SIGMOID, ExpertActivation, Gating
+from k31compile.kernels.expert_checks import SIGMOID, ExpertActivation, Gating, narrow_dtype
 from k31compile.kernels.grouped_experts import activate
 from k31compile.targets.ascend.constraints import moe_gating_top_k_objections
 from k31compile.targets.ascend.lowerings.registry import FORMULA, TORCH_NPU, lowers
@@ -118,6 +118,7 @@ def experts_by_formula(
         return torch.bmm(stack.index_select(0, owner).to(dtype), rows[..., None]).squeeze(-1)
 
     inner = activate(product(rows, gate_stack), product(rows, up_stack), ExpertActivation(**options))
+    inner = inner.to(narrow_dtype(x, *gate_proj, *up_proj, *down_proj) or dtype).to(dtype)
     return (product(inner, down_stack) * weight[:, None]).view(*expert_idx.shape, -1).sum(1)
 
 
