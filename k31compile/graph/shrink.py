@@ -1,7 +1,7 @@
 """Confirm a large region at small sizes: the numbers in its arguments that are a length become a smaller length.
 
-A region of T = 4096 rows computes what the same nodes compute for 19 rows, if every 4096 in it means T. Where a number
-could mean something else as well (T equals the head size), nothing is shrunk.
+A region of T = 4096 rows computes what the same nodes compute for 19 rows, if every 4096 in it means T. A length that is a
+width as well (T equals the head size) stays as it is.
 """
 
 import itertools
@@ -13,7 +13,7 @@ _LARGE = 48
 
 
 def shrunk_sizes(lengths: Mapping[str, int], others: Sequence[int], page: int = 0, beyond: int = 0) -> dict[int, int]:
-    """A map from sizes to smaller ones, or an empty one where that is not worth while or a length is a width as well.
+    """A map from sizes to smaller ones; empty where that is not worth while or the number of keys is a width as well.
 
     `lengths` holds b, t, s and k; `others` are the sizes of the operands' other dimensions; `page` is the number of
     positions in a page, of which the keys are then a multiple; there are twice as many keys as the constant `beyond`,
@@ -22,17 +22,20 @@ def shrunk_sizes(lengths: Mapping[str, int], others: Sequence[int], page: int = 
     t, s, k = (lengths[letter] for letter in "tsk")
     if s <= _LARGE:
         return {}
-    keys = max(SMALL_KEYS, 2 * beyond + 3)
+    # Where k stays as it is, there must be so many keys that it is a choice.
+    keys = max(SMALL_KEYS, 2 * beyond + 3, 2 * k + 3 if k in others else 0)
     keys = keys if not page else page * -(-keys // page)
     rows = max(SMALL_ROWS, min(keys, 2 * beyond + 1))
     small: dict[int, int] = {}
     for size, smallest in ((s, keys), (k, max(SMALL_COUNT, beyond + 1)), (t, rows)):
+        if size in others and size != s:
+            continue  # a width as well: it stays
         # A number that is two lengths at once stays as large as either needs.
         small[size] = max(small.get(size, 0), min(smallest, size))
     small = {size: less for size, less in small.items() if less < size}
-    if s not in small or any(size in small for size in others):
+    if s not in small or s in others:
         return {}
-    if page:
+    if page and s // page not in (page, k, t, *others):
         small[s // page] = small[s] // page
     return _with_derived(small, lengths, others)
 
@@ -49,7 +52,7 @@ def _with_derived(small: Mapping[int, int], lengths: Mapping[str, int], others: 
     def reduced(size: int) -> int:
         return small.get(size, size)
 
-    meanings: list[tuple[int, int, int]] = []  # factors, the number, the smaller one
+    meanings: list[tuple[int, int, int]] = []  # how far-fetched, the number, the smaller one
     for shift in (-1, 0, 1):
         meanings.append((1, s - t + shift, reduced(s) - reduced(t) + shift))
     meanings += [(1, size + shift, reduced(size) + shift) for size in small for shift in (-1, 1)]
@@ -58,10 +61,11 @@ def _with_derived(small: Mapping[int, int], lengths: Mapping[str, int], others: 
     for group, count in itertools.product(groups, range(4)):
         for chosen in itertools.combinations(factors, count):
             sizes = [*group, *chosen]
-            meanings.append((len(sizes), math.prod(sizes), math.prod(map(reduced, sizes))))
+            # Two lengths, as of a list of selected keys, before a length and a width.
+            meanings.append((len(sizes) + len(chosen), math.prod(sizes), math.prod(map(reduced, sizes))))
     derived, ambiguous, rank = dict(small), set[int](), dict.fromkeys(small, 0)
-    for count, full, less in sorted(meanings):
-        if full <= _LARGE or full in others or count > rank.setdefault(full, count):
+    for far, full, less in sorted(meanings):
+        if full <= _LARGE or full in others or far > rank.setdefault(full, far):
             continue
         if derived.setdefault(full, less) != less:
             ambiguous.add(full)

@@ -35,9 +35,18 @@ def test_products_differences_and_neighbours_follow():
     assert small[509 - 1] == SMALL_ROWS - 1
 
 
-@pytest.mark.parametrize("letter", ["t", "s", "k"])
-def test_a_length_that_is_also_a_width_is_ambiguous(letter):
-    assert shrunk_sizes(LENGTHS, (3, LENGTHS[letter])) == {}
+def test_where_keys_are_as_many_as_a_width_nothing_is_shrunk():
+    assert shrunk_sizes(LENGTHS, (3, LENGTHS["s"])) == {}
+
+
+def test_rows_or_choices_that_are_as_many_as_a_width_stay():
+    small = shrunk_sizes(LENGTHS, (3, LENGTHS["t"]))
+    assert LENGTHS["t"] not in small
+    assert small[LENGTHS["s"]] == SMALL_KEYS
+    small = shrunk_sizes(LENGTHS, (3, LENGTHS["k"]))
+    assert LENGTHS["k"] not in small
+    assert small[LENGTHS["s"]] > 2 * LENGTHS["k"]
+    assert small[LENGTHS["t"]] == SMALL_ROWS
 
 
 def test_a_product_that_is_also_a_length_is_taken_for_the_length():
@@ -138,6 +147,6 @@ def test_of_several_meanings_the_one_of_the_fewest_factors_counts():
 def test_rows_of_selected_keys_have_one_meaning(length, count, others):
     small = shrunk_sizes({"b": 1, "t": length, "s": length, "k": count}, others, page=64 if count != 64 else 0)
     if not small:
-        assert {length, count} & {*others, 64}  # a length that is a width as well is never shrunk
+        assert length in others  # keys that are as many as a width are not shrunk
         return
     assert small.get(length * count, 0) == small[length] * small.get(count, count)
