@@ -1,7 +1,7 @@
 """Confirm a large region at small sizes: the numbers in its arguments that are a length become a smaller length.
 
-A region of T = 4096 rows computes what the same nodes compute for 19 rows, if every 4096 in it means T. A length that is a
-width as well (T equals the head size) stays as it is.
+A region of T = 4096 rows computes what the same nodes compute for 19 rows, if every 4096 in it means T. A length that
+is a width as well (T equals the head size) stays as it is.
 """
 
 import itertools
@@ -44,17 +44,16 @@ def _with_derived(small: Mapping[int, int], lengths: Mapping[str, int], others: 
     """The sizes and what reshapes and masks make of them: products with other dimensions, differences, neighbours.
 
     Of several meanings of a number the one of the fewest factors is taken: 262144 is 2048 rows of 128 selected keys
-    rather than 32 pages squared of width 256, and a length is a length. A wrong guess does not fit its neighbours' shapes;
-    then the run fails, and the real sizes are tried.
+    rather than 32 pages squared of width 256, and a length is a length. A wrong guess does not fit its neighbours'
+    shapes; then the run fails, and the real sizes are tried.
     """
     b, t, s, k = (lengths[letter] for letter in "btsk")
 
     def reduced(size: int) -> int:
         return small.get(size, size)
 
-    meanings: list[tuple[int, int, int]] = []  # how far-fetched, the number, the smaller one
-    for shift in (-1, 0, 1):
-        meanings.append((1, s - t + shift, reduced(s) - reduced(t) + shift))
+    # How far-fetched, the number, the smaller one.
+    meanings = [(1, s - t + shift, reduced(s) - reduced(t) + shift) for shift in (-1, 0, 1)]
     meanings += [(1, size + shift, reduced(size) + shift) for size in small for shift in (-1, 1)]
     factors = [b, *others]
     groups = [[size] for size in small] + [[x, y] for x, y in ((t, s), (t, k), (s, k), (t, t), (s, s), (k, k))]

@@ -44,8 +44,8 @@ def as_linear(node: fx.Node, weight: fx.Node) -> LinearProduct | None:
     return LinearProduct(node, x, bias, transposed)
 
 
-def replace_product(product: LinearProduct, target: Any, arguments: tuple[Any, ...]) -> None:
-    """Let a call of `target` take the place of a product; it gives a tensor of the same shape and dtype."""
+def replace_product(product: LinearProduct, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
+    """The call of `target` that takes the place of a product; it gives a tensor of the same shape and dtype."""
     node = product.node
     graph = node.graph
     with graph.inserting_before(node):
@@ -53,3 +53,4 @@ def replace_product(product: LinearProduct, target: Any, arguments: tuple[Any, .
     made.meta.update(node.meta)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
+    return made

@@ -49,8 +49,10 @@ def use_skinny_linears(module: fx.GraphModule, report: Report) -> int:
     choice = provider_for("skinny_linear") if found else None
     if choice is None or not choice.provider.startswith("cpu-"):
         return 0
+    made: dict[fx.Node, fx.Node] = {}  # what stands for a product that another one reads
     for product, weight in found:
-        replace_product(product, SKINNY_LINEAR, (product.x, weight, product.bias))
+        x, bias = (made.get(operand, operand) for operand in (product.x, product.bias))
+        made[product.node] = replace_product(product, SKINNY_LINEAR, (x, weight, bias))
     for child in module.modules():
         if isinstance(child, fx.GraphModule):
             child.graph.eliminate_dead_code()

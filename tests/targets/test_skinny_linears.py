@@ -65,6 +65,26 @@ def test_the_result_is_that_of_torch(codegen, shape, dtype, allowed):
     torch.testing.assert_close(got.double(), want, rtol=allowed, atol=allowed)
 
 
+class Chain(nn.Module):
+    """Products that read each other; weights come in the order of their names, not of their use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.second(self.first(self.third(x)))
+
+
+def test_products_of_products():
+    model, x = Chain().eval(), torch.randn(2, 256)
+    with torch.no_grad():
+        want = copy.deepcopy(model).double()(x.double())
+    got, count = run(model, x)
+    assert count == 3
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
 def test_what_changes_in_a_weight_is_seen():
     model, x = nn.Linear(256, 256).bfloat16().eval(), torch.randn(1, 256).bfloat16()
     with torch.no_grad():
