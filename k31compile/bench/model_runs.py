@@ -76,7 +76,7 @@ def run_models(
         with opened(case, settings, place) as variants:
             before = _conditions(case, variants)
             taken = _samples(variants, settings)
-            had, read = zip(before, _conditions(case, variants), strict=True)
+            had, floors = zip(before, _conditions(case, variants), strict=True)
             for variant in variants.values():
                 if variant.is_ready:
                     variant.extra = variant.worker.ask({"task": "extra"}, _SAMPLE_LIMIT)
@@ -90,7 +90,7 @@ def run_models(
                 row.other_peak_extra_bytes = variants[opponent].extra
                 row.refuse_where_others_worked(min(one for one in had if one is not None))
                 row.details |= {} if part is None else {"part_seconds": part / 1e9}
-                _tell_roof(row, case, [one for one in read if one is not None])
+                _tell_roof(row, [floor for floor in floors if floor is not None])
                 row.judge(case.goals)
             rows.append(row)
     judge_growth(rows)
@@ -137,16 +137,16 @@ def row_of(suite: str, case: ModelCase, settings: Settings, variants: Mapping[st
 
 
 def _conditions(case: ModelCase, variants: Mapping[str, Variant]) -> tuple[float | None, float | None]:
-    """Which share of the cores this run gets now, and how many bytes a nanosecond it reads where a case wants that."""
-    read = None if case.bytes_read is None else _asked(variants, {"task": "read"})
-    return _asked(variants, {"task": "had"}), read
+    """Which share of the cores this run gets now, and the nanoseconds that what a case cannot do without takes now."""
+    floor = None if case.roof is None else _asked(variants, {"task": "floor", "case": case.full_name})
+    return _asked(variants, {"task": "had"}), floor
 
 
-def _tell_roof(row: Row, case: ModelCase, read: Sequence[float]) -> None:
-    """The share of memory's speed that ours reached, and how much faster than the opponent anything can be with it."""
-    if case.bytes_read is None or not read or row.noisy or row.seconds is None or row.other_seconds is None:
+def _tell_roof(row: Row, floors: Sequence[float]) -> None:
+    """The share of the machine's speed that ours reached, and how far ahead of the opponent anything can be with it."""
+    if not floors or row.noisy or row.seconds is None or row.other_seconds is None:
         return
-    floor = case.bytes_read / max(read) / 1e9
+    floor = min(floors) / 1e9
     row.roof = in_short(floor / row.seconds)
     row.details |= {"floor_seconds": in_short(floor), "at_most": in_short(row.other_seconds / floor)}
 

@@ -48,7 +48,7 @@ class ModelWorker:
             "sample": lambda _task: self._sampled(),
             "extra": lambda _task: peak_extra_bytes(self._call),
             "part": self._part,
-            "read": lambda _task: probe("read", self._clock),
+            "floor": self._floor,
             "had": lambda _task: cores_had(torch.get_num_threads()),
         }
 
@@ -96,6 +96,13 @@ class ModelWorker:
         call = make()
         calls = calls_per_sample(call, self._clock)
         return statistics.median(sample(call, calls, self._clock) for _ in range(_PART_SAMPLES))
+
+    def _floor(self, task: Task) -> float:
+        """Nanoseconds that what a call cannot do without takes here and now."""
+        make = self._case(task).roof
+        assert make is not None
+        roof = make()
+        return roof.work / probe(roof.kind, self._clock)
 
     def _sampled(self) -> float:
         if self._calls == 1:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from k31compile.bench.compile_runs import run_compiles
 from k31compile.bench.goals import Bound, Goals
@@ -14,6 +15,7 @@ from k31compile.bench.measure import Settings
 from k31compile.bench.model_runs import Place, run_models
 from k31compile.bench.models.case import ModelCase
 from k31compile.bench.models.mini import bytes_of_a_step
+from k31compile.bench.models.products import weight_products
 from k31compile.bench.rows import Row
 from k31compile.model import K31Config, K31ForCausalLM
 
@@ -39,27 +41,27 @@ serve({
     "sample": lambda task: state["takes"],
     "extra": lambda task: state.get("extra"),
     "part": lambda task: None,
-    "read": lambda task: 2.0,
+    "floor": lambda task: 5e5,
 })
 """
 EAGER, OURS, INDUCTOR = {"takes": 4e6, "extra": 80}, {"takes": 1e6, "extra": 20}, {"takes": 2e6, "extra": 40}
 
 
-def case(bytes_read: float | None = None) -> ModelCase:
+def case(has_roof: bool = False) -> ModelCase:
     held = Goals({"inductor": Bound(3.0, 1.5)}, extra_bytes=None, memory_ratio=3.0)
     make = lambda: pytest.fail("made in the worker")  # noqa: E731
-    return ModelCase("mini", "decode", make=make, tokens=8, goals=held, bytes_read=bytes_read)
+    return ModelCase("mini", "decode", make=make, tokens=8, goals=held, roof=make if has_roof else None)
 
 
 @pytest.fixture
 def measured() -> Callable[..., dict[str, Row]]:
     """Return a function that measures a case whose variants behave as it is told; rows by opponent."""
 
-    def run(limit: float = 60.0, bytes_read: float | None = None, **plan: dict[str, Any]) -> dict[str, Row]:
+    def run(limit: float = 60.0, has_roof: bool = False, **plan: dict[str, Any]) -> dict[str, Row]:
         place = Place(
             ["-c", PLAYED, json.dumps({"eager": EAGER, "k31": OURS, "inductor": INDUCTOR, **plan})], "", limit
         )
-        rows = run_models([case(bytes_read)], Settings(("inductor", "eager"), seconds=0.0), place, lambda name: None)
+        rows = run_models([case(has_roof)], Settings(("inductor", "eager"), seconds=0.0), place, lambda name: None)
         return {row.against: row for row in rows}
 
     return run
@@ -75,11 +77,19 @@ def test_variants_sample_in_processes_of_their_own(measured) -> None:
     assert rows["eager"].memory_verdict == "goal"
 
 
-def test_where_memory_is_waited_for_the_share_of_its_speed_is_told(measured) -> None:
-    rows = measured(bytes_read=1e6)  # at 2 bytes a nanosecond 0.5 ms, of 1 ms that ours takes
+def test_the_share_of_what_a_case_cannot_do_without_is_told(measured) -> None:
+    rows = measured(has_roof=True)  # 0.5 ms, of 1 ms that ours takes
     assert {row.roof for row in rows.values()} == {0.5}
     assert {name: row.details["at_most"] for name, row in rows.items()} == {"inductor": 4.0, "eager": 8.0}
     assert all("at_most" not in row.details and row.roof is None for row in measured().values())
+
+
+def test_products_of_a_prompt() -> None:
+    model = nn.Module()
+    model.up, model.norm = nn.Linear(3, 5), nn.LayerNorm(3)
+    model.experts = nn.Module()
+    model.experts.down_proj = nn.Parameter(torch.zeros(7, 2, 11))
+    assert weight_products(model, 3) == 2 * (3 * 5 + 3 * 2 * 11)
 
 
 def test_a_step_reads_weights_keys_latents_and_states() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from k31compile.bench.case import Thunk
+from k31compile.bench.case import Roof, Thunk
 from k31compile.bench.goals import Goals
 from k31compile.entry import Entry
 
@@ -23,7 +23,7 @@ class ModelCase:
         whole: k31 compiles it by `k31compile.compile` and not by `torch.compile`.
         options: of k31.
         part: makes a call of what must grow with the size of a case, where that is to be left out of a growth.
-        bytes_read: what one call cannot do without reading, in bytes, where memory is what a call waits for.
+        roof: finds out what one call cannot do without: bytes to read, or products of its weights.
         needs: a package without which there is nothing to measure, and the extra that brings it.
 
     """
@@ -39,7 +39,7 @@ class ModelCase:
     whole: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     part: Callable[[], Thunk] | None = None
-    bytes_read: float | None = None
+    roof: Callable[[], Roof] | None = None
     needs: tuple[str, str] | None = None
 
     @property

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from k31compile.bench.case import Roof
 from k31compile.bench.goals import Bound, Goals
 from k31compile.bench.models.case import ModelCase
+from k31compile.bench.models.products import weight_products
 from k31compile.entry import Entry
 
 _NEEDS = ("transformers", "hf")
@@ -21,7 +23,9 @@ def cases() -> list[ModelCase]:
     prefill = Goals(both, extra_bytes=None, memory_ratio=10.0)
     decode = Goals({"inductor": Bound(2.0), "eager": Bound(2.0)}, extra_bytes=None)
     return [
-        ModelCase("kimi_linear", f"prefill fp32 T={_PROMPT}", _prompt, _PROMPT, prefill, needs=_NEEDS),
+        ModelCase(
+            "kimi_linear", f"prefill fp32 T={_PROMPT}", _prompt, _PROMPT, prefill, needs=_NEEDS, roof=_prompt_roof
+        ),
         ModelCase("kimi_linear", f"decode fp32 S={_PROMPT}", _step, 1, decode, needs=_NEEDS),
     ]
 
@@ -48,6 +52,11 @@ def _tokens(count: int) -> torch.Tensor:
 
 def _prompt() -> Entry:
     return Entry("prefill", _model(), (_tokens(_PROMPT),), {"use_cache": False})
+
+
+def _prompt_roof() -> Roof:
+    model = _model()
+    return Roof("float32", weight_products(model, model.config.num_experts_per_tok) * _PROMPT)
 
 
 def _step() -> Entry:

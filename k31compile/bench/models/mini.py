@@ -6,10 +6,12 @@ from functools import partial
 
 import torch
 
+from k31compile.bench.case import Roof
 from k31compile.bench.dtypes import short_name
 from k31compile.bench.goals import Bound, Goals
 from k31compile.bench.growth import indexers
 from k31compile.bench.models.case import ModelCase
+from k31compile.bench.models.products import weight_products
 from k31compile.entry import Entry
 from k31compile.model import CONFIGS, Caches, K31Config, K31ForCausalLM
 
@@ -34,7 +36,8 @@ def cases() -> list[ModelCase]:
             make = partial(prompt, "mini", dtype, length)
             series = f"mini prefill {short_name(dtype)}"
             quick = (dtype, length) == (torch.float32, 512)
-            made.append(ModelCase("mini", label, make, length, held, series, length, quick))
+            roof = partial(prompt_roof, "mini", dtype, length)
+            made.append(ModelCase("mini", label, make, length, held, series, length, quick, roof=roof))
     return made
 
 
@@ -44,8 +47,8 @@ def _decode(dtype: torch.dtype, batch: int, history: int, bound: Bound, quick: b
     make = partial(step, CONFIGS["mini"](), dtype, batch, history)
     series = f"mini decode {short_name(dtype)} B={batch}"
     part = partial(indexers, CONFIGS["mini"](), dtype, batch, history)
-    read = bytes_of_a_step(CONFIGS["mini"](), dtype, batch, history)
-    return ModelCase("mini", label, make, batch, held, series, history, quick, part=part, bytes_read=read)
+    roof = partial(step_roof, CONFIGS["mini"](), dtype, batch, history)
+    return ModelCase("mini", label, make, batch, held, series, history, quick, part=part, roof=roof)
 
 
 def step(config: K31Config, dtype: torch.dtype, batch: int, history: int) -> Entry:
@@ -56,6 +59,19 @@ def step(config: K31Config, dtype: torch.dtype, batch: int, history: int) -> Ent
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, config.vocab_size, (batch, 1), generator=generator)
     return Entry("decode", model, (tokens, caches, torch.full((batch,), history)))
+
+
+def prompt_roof(name: str, dtype: torch.dtype, length: int) -> Roof:
+    """Multiplications and additions of all weights that a prompt meets."""
+    config = CONFIGS[name]()
+    with torch.device("meta"):
+        model = K31ForCausalLM(config)
+    return Roof(str(dtype).removeprefix("torch."), weight_products(model, config.num_experts_per_token) * length)
+
+
+def step_roof(config: K31Config, dtype: torch.dtype, batch: int, history: int) -> Roof:
+    """See `bytes_of_a_step`."""
+    return Roof("read", bytes_of_a_step(config, dtype, batch, history))
 
 
 def bytes_of_a_step(config: K31Config, dtype: torch.dtype, batch: int, history: int) -> float:
