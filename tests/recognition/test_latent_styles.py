@@ -20,6 +20,10 @@ BOTH = {"lightning_indexer": 1, "sparse_flash_attention": 1}
 DECODED = [name for name, program in STYLES.items() if "tril" not in program.arguments]
 MUTATED = ("tokens_of_a_table", "pages_split", "two_projections_tril", "tokens_of_one_cache")
 
+SOFTMAX_IN_FLOAT32 = (
+    "tokens_by_request_and_block",
+)  # its author rounds even in a float64 model, the operator does not
+
 
 def check(name, rows, dtype, bound):
     program = STYLES[name]
@@ -43,7 +47,7 @@ def test_style_of_one_token_a_request(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STYLES)
 def test_style_in_float64(name):
-    check(name, 5, torch.float64, 1e-10)
+    check(name, 5, torch.float64, 1e-6 if name in SOFTMAX_IN_FLOAT32 else 1e-10)
 
 
 @pytest.mark.parametrize("name", ["tokens_of_a_table", "tokens_of_one_cache"])
