@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from k31compile.backend import compile as compile_whole
 from k31compile.bench.case import OURS
@@ -20,6 +18,7 @@ from k31compile.bench.fresh import cpu_seconds
 from k31compile.bench.memory import peak_extra_bytes, resident_peak
 from k31compile.bench.models import model_cases
 from k31compile.bench.models.case import ModelCase
+from k31compile.bench.reference import differs, numbers_of, write_reference
 from k31compile.bench.roof import cores_had, probe
 from k31compile.bench.worker import Answers, Task
 from k31compile.entry import Entry
@@ -27,8 +26,6 @@ from k31compile.report import Report, reports
 
 Load = Callable[[str], list[Entry]]
 _PART_SAMPLES = 9
-_LEAST = 2e-3  # relative distance that float32 sums in another order may make, selections of equal scores included
-_TIMES, _ROUNDED = 1.5, 1e-2  # of eager's own distance in bfloat16, and on top of that
 
 
 class ModelWorker:
@@ -120,53 +117,6 @@ def compiled(entry: Entry, case: ModelCase, variant: str) -> Callable[..., Any]:
         return torch.compile(entry.model, backend="k31", dynamic=False, options=dict(case.options))
     mode = "max-autotune-no-cudagraphs" if variant == "max-autotune" else None
     return torch.compile(entry.model, dynamic=False, mode=mode)
-
-
-def write_reference(entry: Entry, file: Path) -> None:
-    """Write what the model gives in float32, as eager computes it, and how far its own dtype is from that.
-
-    Model and arguments are copied: a call may write into its caches.
-    """
-    model: Any
-    model, args, kwargs = copy.deepcopy((entry.model, entry.args, dict(entry.kwargs)))
-    with entry.grad_mode():
-        plain = numbers_of(model(*args, **kwargs))
-        wide, own = plain, 0.0
-        if isinstance(model, torch.nn.Module) and any(p.dtype == torch.bfloat16 for p in model.parameters()):
-            model, args, kwargs = copy.deepcopy((entry.model, entry.args, dict(entry.kwargs)))
-            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
-            wide = numbers_of(model.float()(*args, **kwargs))
-            own = _TIMES * max(distance(one, right) for one, right in zip(plain, wide, strict=True)) + _ROUNDED
-    torch.save({"results": wide, "allowed": own + _LEAST}, file)
-
-
-def differs(results: Sequence[torch.Tensor], file: Path) -> str:
-    """What is wrong with results in one line, "" where they are as near to the reference as they must be."""
-    known = torch.load(file, weights_only=True)
-    if len(results) != len(known["results"]):
-        return f"{len(results)} results instead of {len(known['results'])}"
-    for place, (one, right) in enumerate(zip(results, known["results"], strict=True)):
-        if one.shape != right.shape:
-            return f"result {place} is {list(one.shape)}, not {list(right.shape)}"
-        if not (off := distance(one, right)) <= known["allowed"]:
-            return f"result {place} is {off:.1e} away from eager in float32, more than {known['allowed']:.1e}"
-    return ""
-
-
-def distance(one: torch.Tensor, right: torch.Tensor) -> float:
-    """The norm of the difference over that of what is right; NaN where anything is NaN."""
-    return float((one.double() - right.double()).norm() / right.double().norm())
-
-
-def numbers_of(result: Any) -> list[torch.Tensor]:
-    """The floating tensors of a result; of one with logits these alone, for its caches were given to it."""
-    found = getattr(result, "logits", result)
-    leaves = pytree.tree_leaves(found)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
 
 
 def _join_compilers() -> None:

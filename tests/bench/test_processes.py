@@ -1,16 +1,13 @@
-"""Workers: answers, failures in one line, time limits; and what a whole model is compared with."""
+"""Workers: answers, failures in one line, time limits."""
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from k31compile import Entry
 from k31compile.bench.failure import in_one_line
 from k31compile.bench.machine import KEEPING, machine_facts, version_facts
-from k31compile.bench.model_worker import differs, numbers_of, write_reference
 from k31compile.bench.models import model_cases
 from k31compile.bench.process import Worker, environment
 from k31compile.errors import BenchError
@@ -117,31 +114,6 @@ def test_facts_are_those_of_this_process() -> None:
 )
 def test_a_failure_is_one_line_that_tells_something(text: str, told: str) -> None:
     assert in_one_line(ValueError(text)) == told
-
-
-class Doubling(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.linspace(0.1, 1.0, 256))
-
-    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-        cache += 1
-        return x * self.weight / 3 + cache
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_is_held_to_eager_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
-    model, file = Doubling().to(dtype), tmp_path / "reference.pt"
-    x, cache = torch.linspace(-1, 1, 256, dtype=dtype), torch.zeros(256, dtype=dtype)
-    entry = Entry("one", model, (x, cache))
-    write_reference(entry, file)
-    assert not cache.any(), "the reference is computed on a copy"
-    result = entry.call()
-    assert differs(numbers_of(result), file) == ""
-    assert "away from eager in float32" in differs(numbers_of(result * 1.1), file)
-    assert "away from eager" in differs(numbers_of(result * float("nan")), file)
-    assert differs([], file) == "0 results instead of 1"
-    assert differs([result[:2]], file) == "result 0 is [2], not [256]"
 
 
 def test_every_model_case_has_a_name_of_its_own() -> None:
