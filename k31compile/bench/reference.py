@@ -44,7 +44,7 @@ def write_reference(entry: Entry, file: Path) -> None:
     in_bfloat16 = isinstance(model, torch.nn.Module) and any(p.dtype == torch.bfloat16 for p in model.parameters())
     run = _in_float32 if in_bfloat16 else _as_it_is
     wide = run(entry)
-    with LowestFirst():
+    with LowestFirst():  # type: ignore[no-untyped-call]
         ways = [wide, run(entry)]
     allowed = _LEAST
     if in_bfloat16:
