@@ -16,7 +16,7 @@ from k31compile.bench.failure import in_one_line
 from k31compile.bench.goals import Bound
 from k31compile.bench.memory import peak_extra_bytes
 from k31compile.bench.roof import Probed, cores_had
-from k31compile.bench.rows import Row, in_short
+from k31compile.bench.rows import Row
 from k31compile.bench.statistics import quartiles, ratio_of
 
 ONE_THREAD = "k31 on one thread"
@@ -84,11 +84,12 @@ def measure_case(suite: str, case: Case, settings: Settings) -> list[Row]:
         row.skipped = "" if any(variant in right for variant in own) else _joined(own, "skipped")
         if not own:
             row.skipped = "none of the forms is for it"
-        row.peak_extra_bytes, row.roof = ours.extra, None if share is None else in_short(share)
+        row.peak_extra_bytes = ours.extra
         candidates = [variant for variant in right if variant.opponent == opponent]
         if candidates:
             _compare(row, ours, candidates, taken)
         row.refuse_where_others_worked(min(had))
+        row.tell_roof(share)
         row.judge(goals)
         rows.append(row)
     return rows

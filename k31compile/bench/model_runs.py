@@ -144,11 +144,11 @@ def _conditions(case: ModelCase, variants: Mapping[str, Variant]) -> tuple[float
 
 def _tell_roof(row: Row, floors: Sequence[float]) -> None:
     """The share of the machine's speed that ours reached, and how far ahead of the opponent anything can be with it."""
-    if not floors or row.noisy or row.seconds is None or row.other_seconds is None:
+    if not floors or row.noisy or row.seconds is None:
         return
     floor = min(floors) / 1e9
-    row.roof = in_short(floor / row.seconds)
-    row.details |= {"floor_seconds": in_short(floor), "at_most": in_short(row.other_seconds / floor)}
+    row.details["floor_seconds"] = in_short(floor)
+    row.tell_roof(floor / row.seconds)
 
 
 def _asked(variants: Mapping[str, Variant], task: Mapping[str, Any]) -> float | None:

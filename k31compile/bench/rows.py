@@ -89,6 +89,14 @@ class Row:
             self.noisy, self.ratio, self.roof = True, None, None
             self.details["refused"] = f"others were at work: {had:.0%} of the threads' time was this process's"
 
+    def tell_roof(self, share: float | None) -> None:
+        """Note the share of the probe that ours reached, and how far ahead of the opponent all of it would be."""
+        if share is None or "refused" in self.details:
+            return
+        self.roof = in_short(share)
+        if self.seconds is not None and self.other_seconds is not None:
+            self.details["at_most"] = in_short(self.other_seconds / self.seconds / share)
+
     def judge(self, goals: Goals) -> None:
         """Hold what was measured against what is wanted."""
         bound = goals.ratios.get(self.against)

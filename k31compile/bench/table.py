@@ -11,7 +11,10 @@ from typing import Any
 from k31compile.bench.goals import BELOW, FLOOR_MET, GOAL_MET, UNTOLD
 from k31compile.bench.rows import Row
 
-HEADS = ("operator or model", "case", "against", "faster by", "spread", "time", "roof", "goal", "must", "memory", "met")
+HEADS = (
+    "operator or model", "case", "against", "faster by", "spread", "time", "roof", "at most", "goal", "must", "memory",
+    "met",
+)  # fmt: skip
 
 _WORDS = {GOAL_MET: "yes", FLOOR_MET: "floor only", BELOW: "NO", UNTOLD: "noisy", None: ""}
 
@@ -30,6 +33,7 @@ def cells(row: Row) -> tuple[str, ...]:
         "" if row.spread is None else f"{row.spread:.2f}",
         time_text(row.seconds, row.other_seconds),
         "" if row.roof is None else f"{row.roof:.0%}",
+        "" if (most := row.details.get("at_most")) is None else f"{most:.3g} x",
         goal_text(row.goal, row.roof_goal, row.limit_seconds),
         goal_text(row.must, row.roof_must, None),
         memory_text(row.peak_extra_bytes, row.other_peak_extra_bytes),

@@ -105,6 +105,7 @@ def test_a_clear_difference_is_a_ratio_with_all_that_belongs_to_it() -> None:
     assert row.other_seconds > row.seconds > 0
     assert (row.goal, row.must, row.verdict) == (100.0, 0.001, "floor")
     assert 0 < row.roof < 1
+    assert row.details["at_most"] == pytest.approx(row.other_seconds / row.seconds / row.roof, rel=1e-2)
     assert row.rounds >= 5
     data = json.loads(json.dumps(document([row], {"threads": 1}, {"torch": torch.__version__})))
     assert set(data) == {"rows", "machine", "versions"}

@@ -24,7 +24,8 @@ def measured(case: str, against: str, factor: float, size: float, noise: float =
     ours = [1e6, 1.01e6, 0.99e6, 1e6, 1e6]
     ratio = ratio_of(ours, [factor * one * (1 + noise * place) for place, one in enumerate(ours, -2)])
     row.take(ratio, 1e6 * size, factor * 1e6 * size)
-    row.peak_extra_bytes, row.roof = 3 << 20, 0.5
+    row.peak_extra_bytes = 3 << 20
+    row.tell_roof(0.5)
     row.judge(Goals({"inductor": Bound(3.0, 2.0)}, Bound(0.8, 0.4)))
     return row
 
@@ -43,6 +44,7 @@ def rows() -> list[Row]:
 def test_cells_say_what_was_measured_and_whether_it_is_enough(rows: list[Row]) -> None:
     named = dict(zip(HEADS, cells(rows[0]), strict=True))
     assert (named["faster by"], named["roof"], named["goal"]) == ("4.00 x", "50%", "3 x, 80%")
+    assert named["at most"] == "8 x", "twice as fast as ours, at the whole roof"
     assert (named["time"], named["memory"]) == ("1.02 / 4.1 s", "3.0 MiB")
     assert named["met"] == "ratio yes, roof floor only, memory NO"
     assert dict(zip(HEADS, cells(rows[1]), strict=True))["met"] == "ratio floor only, roof floor only, memory NO"
