@@ -66,3 +66,27 @@ def test_the_lowest_positions_of_equal_values_are_taken(largest: bool, dim: int)
     places = torch.arange(values.shape[dim], dtype=torch.float64).unflatten(0, (-1, 1) if dim == 0 else (1, -1))
     apart = values + places * (-1e-3 if largest else 1e-3)
     assert torch.equal(positions, apart.topk(9, dim=dim, largest=largest).indices)
+
+
+class Deciding(torch.nn.Module):
+    """Rows of ones; a row grows or shrinks by its `step` as one of two equal weights becomes the larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, step: torch.Tensor) -> torch.Tensor:
+        return 1 + step[:, None] * torch.sign(self.weight[0] - self.weight[1]) * torch.ones(16)
+
+
+def test_rows_that_a_last_bit_decides_may_differ_but_not_most_of_them(tmp_path: Path) -> None:
+    file, step = tmp_path / "reference.pt", torch.zeros(32)
+    step[5] = 0.5
+    write_reference(Entry("one", Deciding(), (step,)), file)
+    result = torch.ones(32, 16)
+    result[5] += step[5]
+    assert differs([result], file) == ""
+    assert "half of the rows" in differs([result * 1.01], file)
+    assert "away from eager" in differs([result + step[:, None]], file)
+    write_reference(Entry("one", Deciding(), (0 * step,)), file)
+    assert "away from eager" in differs([result], file), "no last bit explains this one"

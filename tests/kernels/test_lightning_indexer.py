@@ -58,6 +58,10 @@ SIZES = [  # batch, rows, heads, width, positions, count: no two alike, tiles an
     (2, 1, 2, 12, 30, 5),
     (1, 3, 2, 6, 31, 4),  # an odd number of pairs
     (2, 2, 7, 128, 75, 11),
+    (1, 11, 8, 24, 131, 19),  # rows side by side: two by two, or four by four, and what is left
+    (2, 7, 4, 20, 53, 9),
+    (1, 6, 13, 10, 47, 8),
+    (1, 3, 2, 2, 140001, 5),  # too many ranks to keep for several rows
 ]
 
 

@@ -21,50 +21,53 @@ K31_INLINE Words ranks_of(Floats x) {
     return (word ^ (sign | 0x80000000u)) | bits<Words>(x != x);
 }
 
-constexpr int DIGIT_BITS = 8;
-constexpr int DIGITS = 1 << DIGIT_BITS;
-constexpr int COUNTERS = 4;  // neighbours often fall into one bucket: separate tables keep the additions apart
-
-// Scratch of a selection, in words.
-constexpr int64_t SELECT_WORDS = int64_t(DIGITS) * COUNTERS;
-
 struct Threshold {
     uint32_t rank;  // the lowest rank that is selected
     int64_t ties;   // how many of the positions with exactly that rank are
 };
 
-// Counts of the digit at `shift`, among ranks that agree with `prefix` above it; summed into counts[0..DIGITS).
-inline void count_digits(const uint32_t* ranks, int64_t n, uint32_t prefix, uint32_t mask, int shift, uint32_t* counts) {
-    std::fill(counts, counts + SELECT_WORDS, 0u);
-    for (int64_t i = 0; i < n; i++)
-        if ((ranks[i] & mask) == prefix) counts[(i % COUNTERS) * DIGITS + (ranks[i] >> shift & (DIGITS - 1))]++;
-    for (int c = 1; c < COUNTERS; c++)
-        for (int d = 0; d < DIGITS; d++) counts[d] += counts[c * DIGITS + d];
+// How many of n ranks are at least `least`.
+inline int64_t count_from(const uint32_t* ranks, int64_t n, uint32_t least) {
+    const Words bound = least - Words{};
+    Words counts[4] = {};  // separate ones, or each addition would wait for the last
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) counts[c] -= bits<Words>(load<Words>(ranks + i + c * LANES) >= bound);
+    const Words all = counts[0] + counts[1] + counts[2] + counts[3];
+    int64_t count = 0;
+    for (int lane = 0; lane < LANES; lane++) count += all[lane];
+    for (; i < n; i++) count += ranks[i] >= least;
+    return count;
 }
 
-// The k-th largest rank of n > k > 0, found digit by digit from the top.
-inline Threshold find_threshold(const uint32_t* ranks, int64_t n, int64_t k, uint32_t* counts) {
-    uint32_t prefix = 0, mask = 0;
-    int64_t needed = k;
-    for (int shift = 32 - DIGIT_BITS; shift >= 0; shift -= DIGIT_BITS) {
-        count_digits(ranks, n, prefix, mask, shift, counts);
-        uint32_t digit = DIGITS - 1;
-        for (; needed > counts[digit]; digit--) needed -= counts[digit];
-        prefix |= digit << shift;
-        mask |= uint32_t(DIGITS - 1) << shift;
-        if (needed == counts[digit]) return {prefix, INT64_MAX};  // the bucket is taken whole
+// The k-th largest rank of n > k > 0, by halving what it may be: counting is a few instructions a vector, and mostly some
+// rank that exactly k reach is met long before the last bit.
+inline Threshold find_threshold(const uint32_t* ranks, int64_t n, int64_t k) {
+    uint32_t low = UINT32_MAX, high = 0;  // at least k ranks reach `low`, fewer than k, `above` of them, are over `high`
+    for (int64_t i = 0; i < n; i++) {
+        low = std::min(low, ranks[i]);
+        high = std::max(high, ranks[i]);
     }
-    return {prefix, needed};
+    int64_t above = 0;
+    while (low < high) {
+        const uint32_t middle = high - (high - low) / 2;
+        const int64_t count = count_from(ranks, n, middle);
+        if (count == k) return {middle, INT64_MAX};  // those with this rank are taken whole
+        if (count > k) low = middle;
+        else high = middle - 1, above = count;
+    }
+    return {low, k - above};
 }
 
 // Positions of the k best of n into out[0..min(n, k)), ascending.
-inline void select_positions(const uint32_t* ranks, int64_t n, int64_t k, uint32_t* counts, int32_t* out) {
+inline void select_positions(const uint32_t* ranks, int64_t n, int64_t k, int32_t* out) {
     if (n <= k) {
         for (int64_t i = 0; i < n; i++) out[i] = int32_t(i);
         return;
     }
     if (k <= 0) return;
-    Threshold least = find_threshold(ranks, n, k, counts);
+    Threshold least = find_threshold(ranks, n, k);
     int64_t filled = 0;
     // Without a branch: which positions are selected, nothing can predict.
     for (int64_t i = 0; filled < k; i++) {

@@ -135,12 +135,13 @@ template <class Dot> K31_INLINE bool in_place(int64_t dtype, int64_t width) {
     return Dot::PER_ELEMENT == 1 ? dtype == FLOAT32 : width % 2 == 0;
 }
 
-// Heads [first, first + vecs * LANES) of `width` numbers each become elements [depth][vecs * LANES]; heads that do
-// not exist, and the second half of a last pair, become zero.
+// Heads [first, first + vecs * LANES) of `width` numbers each become elements [depth][vecs * LANES], or as many columns of
+// a panel that is `stride` wide; heads that do not exist, and the second half of a last pair, become zero.
 template <class Dot>
 void pack_panel(const char* query, int64_t dtype, int64_t head_stride, int64_t heads, int64_t first, int vecs,
-                int64_t width, typename Dot::Element* panel) {
+                int64_t width, typename Dot::Element* panel, int64_t stride = 0) {
     const int64_t columns = int64_t(vecs) * LANES, depth = depth_of<Dot>(width);
+    if (!stride) stride = columns;
     if (LANES > 4 && in_place<Dot>(dtype, width) && depth % LANES == 0 && first + columns <= heads) {
         for (int64_t c = 0; c < columns; c += LANES)
             for (int64_t d = 0; d < depth; d += LANES) {
@@ -150,7 +151,7 @@ void pack_panel(const char* query, int64_t dtype, int64_t head_stride, int64_t h
                     square[i] = load<Words>(query + (first + c + i) * head_stride * size_of(dtype) + d * 4);
                 transpose(square);
 #pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++) store(panel + (d + i) * columns + c, square[i]);
+                for (int i = 0; i < LANES; i++) store(panel + (d + i) * stride + c, square[i]);
             }
         return;
     }
@@ -161,23 +162,23 @@ void pack_panel(const char* query, int64_t dtype, int64_t head_stride, int64_t h
             const int64_t i = d * Dot::PER_ELEMENT;
             const float low = real ? element_of(row, dtype, i) : 0.0f;
             const float high = real && Dot::PER_ELEMENT == 2 && i + 1 < width ? element_of(row, dtype, i + 1) : 0.0f;
-            panel[d * columns + c] = Dot::pack(low, high);
+            panel[d * stride + c] = Dot::pack(low, high);
         }
     }
 }
 
-// The same panel, of up to LANES / 2 heads, for two elements a step: their columns side by side.
+// The same of up to LANES / 2 heads, for two elements a step: their columns side by side.
 template <class Dot>
 void pack_panel(TwoSteps<Dot>, const char* query, int64_t dtype, int64_t head_stride, int64_t heads, int64_t width,
-                typename Dot::Element* panel) {
+                typename Dot::Element* panel, int64_t stride) {
     const int64_t depth = depth_of<Dot>(width);
-    std::memset(panel, 0, size_t(depth / 2 * LANES * 4));
+    for (int64_t d = 0; d < depth / 2; d++) store(panel + d * stride, Words{});
     for (int64_t h = 0; h < heads; h++) {
         const char* row = query + h * head_stride * size_of(dtype);
         for (int64_t d = 0; d < depth; d++) {
             const int64_t i = d * Dot::PER_ELEMENT;
             const float low = element_of(row, dtype, i), high = Dot::PER_ELEMENT == 2 ? element_of(row, dtype, i + 1) : 0;
-            panel[d / 2 * LANES + h * 2 + d % 2] = Dot::pack(low, high);
+            panel[d / 2 * stride + h * 2 + d % 2] = Dot::pack(low, high);
         }
     }
 }
