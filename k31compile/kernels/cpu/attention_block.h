@@ -36,6 +36,7 @@ struct AttentionCall {
 
 constexpr int64_t KEYS = 4 * ROW_BLOCK;    // gathered rows of 576 floats stay in the second-level cache
 constexpr int64_t HEAD_TILE = 4;           // divides every LANES
+constexpr int MIX_VECTORS = LANES == 16 ? 4 : 3;  // with as many heads as many sums as registers have room for
 
 // Sizes that follow from a call, in elements or numbers.
 template <class Dot> struct Shape {
@@ -120,12 +121,19 @@ template <class Dot> struct Block {
     void mix(const Shape<Dot>& s, int64_t n, Partial& state, Expected& expected) const;
 };
 
-// Bring n named rows here as elements; keys that are pairs already stay where they are.
+// Whether keys are elements where they lie: pairs of bfloat16, or floats, whose leading numbers can then be the values of
+// whole vectors too.
+template <class Dot> bool reads_in_place(const AttentionCall& call, const Shape<Dot>& s) {
+    if (!in_place<Dot>(call.key.dtype, call.width)) return false;
+    if (call.rope_width && !in_place<Dot>(call.key_rope.dtype, call.rope_width)) return false;
+    return Dot::PER_ELEMENT == 2 || !s.value_is_key || s.value_lanes <= call.width;
+}
+
+// Bring n named rows here as elements; those that are elements already stay where they are.
 template <class Dot>
 void Block<Dot>::gather(const AttentionCall& call, const Shape<Dot>& s, const RequestCache& cache, int64_t head,
                         const int64_t* positions, int64_t n) {
-    const bool direct = Dot::PER_ELEMENT == 2 && in_place<Dot>(call.key.dtype, call.width) &&
-                        in_place<Dot>(call.key_rope.dtype, call.rope_width);
+    const bool direct = reads_in_place(call, s);
     const char* previous = nullptr;
     for (int64_t j = 0; j < n; j++) {
         char* key = keys + j * s.depth * 4;
@@ -214,10 +222,22 @@ template <class Dot> void Block<Dot>::weigh(const Shape<Dot>& s, int64_t n, Part
     }
 }
 
+// Where the values of a step of keys are: side by side here, or in their rows.
+struct SideBySide {
+    const char* values;
+    int64_t stride;
+    K31_INLINE const char* at(int64_t j) const { return values + j * stride; }
+};
+struct InRows {
+    const char* const* rows;
+    int64_t offset;
+    K31_INLINE const char* at(int64_t j) const { return rows[j] + offset; }
+};
+
 // output[h][d] = output[h][d] * decay[h] + sum_j weight[j][h] * value[j][d], for HEAD_TILE heads and VECS vectors.
-template <class Dot, int VECS>
-void mix_tile(const char* weights, int64_t head_lanes, const char* values, int64_t value_stride, int64_t depth,
-                         const float* decay, float* output, int64_t output_stride) {
+template <class Dot, int VECS, class Values>
+void mix_tile(const char* weights, int64_t head_lanes, const Values& values, int64_t depth, const float* decay,
+              float* output, int64_t output_stride) {
     Floats sum[HEAD_TILE][VECS];
     for (int h = 0; h < HEAD_TILE; h++)
         for (int v = 0; v < VECS; v++) sum[h][v] = load<Floats>(output + h * output_stride + v * LANES) * decay[h];
@@ -225,7 +245,7 @@ void mix_tile(const char* weights, int64_t head_lanes, const char* values, int64
         Words value[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) {
-            value[v] = load<Words>(values + (j * value_stride + v * LANES) * 4);
+            value[v] = load<Words>(values.at(j) + v * LANES * 4);
             K31_KEEP(value[v]);
         }
 #pragma GCC unroll 4
@@ -241,22 +261,21 @@ void mix_tile(const char* weights, int64_t head_lanes, const char* values, int64
 
 template <class Dot>
 void Block<Dot>::mix(const Shape<Dot>& s, int64_t n, Partial& state, Expected& expected) const {
-    const bool shared = Dot::PER_ELEMENT == 1 && s.value_is_key;
-    const char* from = shared ? keys : values;
-    const int64_t stride = shared ? s.depth : s.value_lanes, depth = depth_of<Dot>(n);
+    const bool in_keys = Dot::PER_ELEMENT == 1 && s.value_is_key;
     const char* weight = Dot::PER_ELEMENT == 1 ? reinterpret_cast<const char*>(logits)
                                                : reinterpret_cast<const char*>(weights);
-    const int64_t vectors = s.value_lanes / LANES;
-    for (int64_t d = 0; d < vectors;) {
-        const int width = panel_width(vectors - d);
-        const auto tile = width == 1 ? mix_tile<Dot, 1> : width == 2 ? mix_tile<Dot, 2> : mix_tile<Dot, WIDEST>;
+    const int64_t vectors = s.value_lanes / LANES, depth = depth_of<Dot>(n);
+    for_panels<MIX_VECTORS>(vectors, [&](auto width, int64_t d) {
         for (int64_t h = 0; h < s.heads; h += HEAD_TILE) {
             expected.fetch(2);
-            tile(weight + h * 4, s.head_lanes, from + d * LANES * 4, stride, depth, decay + h,
-                 state.output + h * s.value_lanes + d * LANES, s.value_lanes);
+            const auto tile = [&](const auto& values) {
+                mix_tile<Dot, width.value>(weight + h * 4, s.head_lanes, values, depth, decay + h,
+                                           state.output + h * s.value_lanes + d * LANES, s.value_lanes);
+            };
+            if (in_keys) tile(InRows{rows, d * LANES * 4});
+            else tile(SideBySide{values + d * LANES * 4, s.value_lanes * 4});
         }
-        d += width;
-    }
+    });
 }
 
 }  // namespace k31

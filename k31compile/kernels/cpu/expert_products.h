@@ -10,7 +10,6 @@
 // A sum runs through the depth in an order that only the form decides.
 #pragma once
 #include <algorithm>
-#include <type_traits>
 
 #include "cache.h"
 #include "tile.h"
@@ -81,17 +80,6 @@ struct Part {
 template <bool HALF> K31_INLINE Floats load_numbers(const char* from) {
     if constexpr (HALF) return widen(load<Halves>(from));
     else return load<Floats>(from);
-}
-
-// Call f(width in vectors as a constant, first vector) for each panel of `vectors` vectors.
-template <class F> K31_INLINE void for_panels(int64_t vectors, F f) {
-    for (int64_t v = 0; v < vectors;) {
-        const int width = panel_width(vectors - v);
-        if (width == 1) f(std::integral_constant<int, 1>{}, v);
-        else if (width == 2) f(std::integral_constant<int, 2>{}, v);
-        else f(std::integral_constant<int, WIDEST>{}, v);
-        v += width;
-    }
 }
 
 // out[j][lane] (+)= rows[j] . panel, for n rows; whole tiles are computed, so rows up to the next multiple exist.

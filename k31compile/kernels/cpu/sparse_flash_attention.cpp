@@ -122,10 +122,10 @@ void finish(const AttentionCall& call, const Shape<Dot>& s, const Item& item, co
         const float factor = state.total[h] == 0.0f ? 0.0f : 1.0f / state.total[h];
         const float* from = state.output + h * s.value_lanes;
         char* to = call.result + (row + h) * call.value_width * size_of(call.result_dtype);
-        for (int64_t d = 0; d < call.value_width; d++) {
-            if (call.result_dtype == FLOAT32) store(to + d * 4, from[d] * factor);
-            else store(to + d * 2, narrow(from[d] * factor));
-        }
+        if (call.result_dtype == FLOAT32)
+            for (int64_t d = 0; d < call.value_width; d++) store(to + d * 4, from[d] * factor);
+        else
+            for (int64_t d = 0; d < call.value_width; d++) store(to + d * 2, narrow(from[d] * factor));
     }
 }
 

@@ -5,6 +5,8 @@
 // Each accumulator runs through the depth alone and in order: a result depends on its two operands only, never on
 // the tile it fell into, so equal rows get equal results and thread counts do not matter.
 #pragma once
+#include <type_traits>
+
 #include "simd.h"
 
 namespace k31 {
@@ -72,6 +74,17 @@ constexpr int ROW_BLOCK = 24;  // a multiple of every TILE_ROWS
 
 // How many vectors the next panel takes when `left` vectors of columns remain.
 K31_INLINE int panel_width(int64_t left) { return left >= WIDEST ? WIDEST : left >= 2 ? 2 : 1; }
+
+// Call f(width in vectors as a constant, first vector) for each panel of `vectors` vectors, at most MOST wide.
+template <int MOST = WIDEST, class F> K31_INLINE void for_panels(int64_t vectors, F f) {
+    for (int64_t v = 0; v < vectors;) {
+        const int width = vectors - v >= MOST ? MOST : panel_width(vectors - v);
+        if (width == 1) f(std::integral_constant<int, 1>{}, v);
+        else if (width == 2) f(std::integral_constant<int, 2>{}, v);
+        else f(std::integral_constant<int, MOST>{}, v);
+        v += width;
+    }
+}
 
 // sum[m][v] += rows[m][k] . panel[k][v] for steps k in [first, last); the panel is [steps][VECS][LANES] elements. The steps of a row
 // lie side by side, or STRIDED: `stride` bytes apart.
