@@ -1,7 +1,6 @@
-"""Products of a few rows with a large weight read it where it lies; all others stay as they are."""
+"""Products of a few rows, and those of bfloat16 on machines without it, read weights where they lie; others stay."""
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -10,15 +9,23 @@ from torch import nn
 from k31compile import last_report
 from k31compile.kernels.cpu.direct_calls import count_calls
 from k31compile.kernels.registry import Choice, provider_for
+from k31compile.targets import skinny_linears
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(monkeypatch):
+    """A machine with products of bfloat16, whatever this one has."""
     if not provider_for("skinny_linear").provider.startswith("cpu-"):
         pytest.skip("the kernels are not built here")
     torch._dynamo.reset()
+    monkeypatch.setattr(skinny_linears, "packed_dtype", lambda dtype: dtype)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_bfloat16(monkeypatch):
+    monkeypatch.setattr(skinny_linears, "packed_dtype", lambda dtype: torch.float32)
 
 
 class Odd(nn.Module):
@@ -130,6 +137,43 @@ def test_dynamic_rows_stay():
     assert run(nn.Linear(256, 256).bfloat16(), torch.randn(3, 256).bfloat16(), dynamic=True)[1] == 0
 
 
+@pytest.mark.parametrize("codegen", ["ops", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("shape", [(1, 320), (9, 320), (2, 37, 320), (1100, 320)], ids=str)
+@pytest.mark.usefixtures("without_bfloat16")
+def test_bfloat16_of_any_rows_where_the_machine_has_none(codegen, dynamic, shape):
+    torch.manual_seed(0)
+    model, x = Odd().bfloat16().eval(), torch.randn(*shape).bfloat16()
+    with torch.no_grad():
+        want = copy.deepcopy(model).double()(x.double())
+    before = served()
+    got, count = run(model, x, codegen, dynamic)
+    assert count == 4
+    assert served() - before >= 4
+    torch.testing.assert_close(got.double(), want, rtol=4e-2, atol=4e-2)
+
+
+@pytest.mark.usefixtures("without_bfloat16")
+def test_other_rows_meet_the_same_graph():
+    model = Odd().bfloat16().eval()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="k31", options={"codegen": "ops"}, dynamic=True)
+        for rows in (64, 9, 3, 200):
+            x = torch.randn(rows, 320).bfloat16()
+            torch.testing.assert_close(compiled(x), model(x), rtol=4e-2, atol=4e-2)
+    assert last_report().providers["skinny_linear"]["why"].startswith("4 products")
+
+
+@pytest.mark.usefixtures("without_bfloat16")
+def test_float32_of_many_rows_stays():
+    assert run(nn.Linear(256, 256), torch.randn(9, 256))[1] == 0
+
+
+@pytest.mark.usefixtures("without_bfloat16")
+def test_a_weight_of_few_numbers_stays():
+    assert run(nn.Linear(31, 31).bfloat16(), torch.randn(9, 31).bfloat16())[1] == 0
+
+
 def test_autocast_stays():
     model = nn.Linear(256, 256).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -137,8 +181,7 @@ def test_autocast_stays():
 
 
 def test_no_kernel_no_replacement(monkeypatch):
-    step = sys.modules["k31compile.targets.skinny_linears"]
-    monkeypatch.setattr(step, "provider_for", lambda name: Choice("torch", ""))
+    monkeypatch.setattr(skinny_linears, "provider_for", lambda name: Choice("torch", ""))
     assert run(nn.Linear(256, 256).bfloat16(), torch.randn(1, 256).bfloat16())[1] == 0
 
 

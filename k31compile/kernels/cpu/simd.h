@@ -65,6 +65,18 @@ template <class To, class From> K31_INLINE To bits(From from) {
 
 K31_INLINE Floats splat(float x) { return x - Floats{}; }
 
+// sum + a * b, rounded once where the machine can: left to the compiler, some sums are on some processors and some are not,
+// and a result would depend on what is beside it.
+K31_INLINE Floats fused(Floats sum, Floats a, Floats b) {
+#if defined(__AVX512F__) && K31_LANES == 16
+    return bits<Floats>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(sum)));
+#elif defined(__FMA__) && K31_LANES == 8
+    return bits<Floats>(_mm256_fmadd_ps(bits<__m256>(a), bits<__m256>(b), bits<__m256>(sum)));
+#else
+    return sum + a * b;
+#endif
+}
+
 K31_INLINE constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // ---- bfloat16

@@ -1,4 +1,5 @@
-// k31::skinny_linear on the CPU: a few rows of x times a weight that comes from memory once and is read where it lies.
+// k31::skinny_linear on the CPU: a few rows of x times a weight that comes from memory once and is read where it lies; more
+// rows than MOST_ROWS are many_rows.h's.
 //
 // Memory decides: several rows of the weight are read at once, and while they are, what is read after them is fetched to
 // the second-level cache, since the processor does not see in time where rows begin. Where x is too large for the
@@ -7,6 +8,7 @@
 // what is beside it.
 #include <omp.h>
 
+#include "many_rows.h"
 #include "numbers.h"
 #include "skinny_linear_call.h"
 
@@ -161,5 +163,8 @@ template <class Numbers> int64_t run_as(const SkinnyCall& call) {
 K31_EXPORT int64_t k31_skinny_linear_size() { return sizeof(k31::SkinnyCall); }
 
 K31_EXPORT int64_t k31_skinny_linear(k31::SkinnyCall* call) {
+    if (call->rows > k31::MOST_ROWS)
+        return k31::PAIRS && call->x.dtype == k31::BFLOAT16 ? k31::multiply_many<k31::PairDot>(*call)
+                                                            : k31::multiply_many<k31::FloatDot>(*call);
     return call->x.dtype == k31::FLOAT32 ? k31::run_as<k31::Singles>(*call) : k31::run_as<k31::Pairs>(*call);
 }

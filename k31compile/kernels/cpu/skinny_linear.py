@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from k31compile.kernels.arguments import taking
@@ -11,7 +9,7 @@ from k31compile.kernels.cpu import calls, loader
 from k31compile.kernels.registry import Provider
 from k31compile.kernels.skinny_linear_arguments import SkinnyLinear
 
-MOST_ROWS = 8  # as in cpu/skinny_linear_call.h
+MOST_ROWS = 8  # of x, where the weight is not packed (as in cpu/skinny_linear_call.h)
 
 
 def skinny_linear_provider(variant: str = "fast") -> Provider:
@@ -48,8 +46,6 @@ def _declines(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
             return f"{name} is {tensor.dtype}; the kernel multiplies float32 and bfloat16"
     if x.dtype != weight.dtype:
         return f"x is {x.dtype} and weight {weight.dtype}; the kernel multiplies equal ones"
-    if math.prod(x.shape[:-1]) > MOST_ROWS:
-        return f"x has more than {MOST_ROWS} rows"
     if weight.stride(-1) != 1 and weight.shape[-1] != 1:
         return "weight has gaps between the numbers of a row"
     return calls.unread(bias=bias)

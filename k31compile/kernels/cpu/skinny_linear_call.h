@@ -4,7 +4,7 @@
 
 namespace k31 {
 
-constexpr int64_t MOST_ROWS = 8;  // of x: more are worth packing (calls.py has it too)
+constexpr int64_t MOST_ROWS = 8;  // of x, where the weight is not packed (skinny_linear.py has it too)
 
 struct SkinnyCall {
     Operand x;       // [rows, depth], numbers side by side, rows by outer strides

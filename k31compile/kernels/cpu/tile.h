@@ -19,9 +19,11 @@ struct FloatDot {
     using Element = float;
     using Step = Element;
     static constexpr int PER_ELEMENT = 1;
-    static K31_INLINE Floats step(Floats sum, Element row, Words panel) { return sum + row * bits<Floats>(panel); }
+    static K31_INLINE Floats step(Floats sum, Element row, Words panel) {
+        return fused(sum, splat(row), bits<Floats>(panel));
+    }
     static K31_INLINE Floats step(Floats sum, Words row, Words panel) {
-        return sum + bits<Floats>(row) * bits<Floats>(panel);
+        return fused(sum, bits<Floats>(row), bits<Floats>(panel));
     }
     static K31_INLINE Element pack(float low, float) { return low; }
 };
@@ -39,12 +41,11 @@ struct PairDot {
     }
 #else
     static K31_INLINE Floats step(Floats sum, Element row, Words panel) {
-        sum += bits<float>(row << 16) * bits<Floats>(panel << 16);
-        return sum + bits<float>(row & 0xffff0000u) * bits<Floats>(panel & 0xffff0000u);
+        return step(sum, row - Words{}, panel);
     }
     static K31_INLINE Floats step(Floats sum, Words row, Words panel) {
-        sum += bits<Floats>(row << 16) * bits<Floats>(panel << 16);
-        return sum + bits<Floats>(row & 0xffff0000u) * bits<Floats>(panel & 0xffff0000u);
+        sum = fused(sum, bits<Floats>(row << 16), bits<Floats>(panel << 16));
+        return fused(sum, bits<Floats>(row & 0xffff0000u), bits<Floats>(panel & 0xffff0000u));
     }
 #endif
     static K31_INLINE Element pack(float low, float high) {
