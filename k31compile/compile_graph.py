@@ -32,6 +32,7 @@ from k31compile.report import Report
 from k31compile.targets.cpu import compile_for_cpu, providers
 from k31compile.targets.pack_linears import pack_linears
 from k31compile.targets.skinny_linears import use_skinny_linears
+from k31compile.targets.widened_products import widen_products
 
 Compiled = Callable[..., Any]
 
@@ -112,9 +113,7 @@ def _compile_for_target(
         from k31compile.targets.ascend.device import compile_for_ascend
 
         return compile_for_ascend(module, example_inputs, options, report)
-    use_skinny_linears(module, report)
-    if options.layout == "nz":
-        pack_linears(module, report)
+    _choose_products(module, options, report)
     if keeping is not None and options.codegen == "inductor":
         try:
             return keeping.build(module, example_inputs, options, report)
@@ -122,6 +121,13 @@ def _compile_for_target(
             report.cache["why"] = f"not kept, Inductor compiled it for this process: {error.what}"
     keep = keeping.keep if keeping is not None else None
     return compile_for_cpu(module, example_inputs, options, report, keep)
+
+
+def _choose_products(module: fx.GraphModule, options: Options, report: Report) -> None:
+    use_skinny_linears(module, report)
+    if options.layout == "nz":
+        pack_linears(module, report)
+    widen_products(module, report)
 
 
 def _is_to_measure(module: fx.GraphModule, options: Options, report: Report) -> bool:
@@ -151,9 +157,7 @@ def _compile_both(
     def build(is_fused: bool) -> Candidate:
         graph = rewritten if is_fused else written
         if is_fused:
-            use_skinny_linears(graph, report)
-            if options.layout == "nz":
-                pack_linears(graph, report)
+            _choose_products(graph, options, report)
         if keeping is not None:
             with contextlib.suppress(NativeError):
                 return Candidate(*keeping.build_to_keep(graph, example_inputs, report))
