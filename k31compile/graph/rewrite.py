@@ -68,6 +68,10 @@ def insert_replacements(module: fx.GraphModule, replacements: Sequence[Replaceme
         for old, result in zip(one.outputs, results, strict=True):
             old.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)  # noqa: B023
             became[old] = result
+        # torch takes scaled_dot_product_attention for random, and what is random is never swept
+        for old in one.outputs:
+            if not old.users:
+                graph.erase_node(old)
         inserted.extend(new)
     sort_topologically(graph)
     graph.eliminate_dead_code()

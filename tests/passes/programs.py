@@ -67,6 +67,11 @@ OPERANDS = {
     "query_down": _parameter(17, 11),
     "query_up": _parameter(11, H * D),
     "latent_down": _parameter(17, D),
+    # for a step's attention to a latent cache: keys of 12 and values of 9 a head, positions of 6
+    "row_query": _normal(B, H, 1, 18),
+    "key_value_up": _parameter(H * 21, D),
+    "ropes": _normal(B, S, 6),
+    "shown": torch.rand((B, 1, 1, S), generator=_GENERATOR) < 0.6,
 }
 # For programs of the indexer and its attention alone.
 INDEXED = {name: OPERANDS[name] for name in "qkwci"}
@@ -100,6 +105,26 @@ def attention_before(q, k, w, c, i, *_):
 def attention_expected(q, k, w, c, i, *_):
     latent = c.unsqueeze(2)
     return attention(q, latent, latent, i.unsqueeze(2), 0.2, sparse_mode=0)
+
+
+def latent_attention_before(*operands):
+    q, c, up, ropes, shown = named(operands, "row_query", "latents", "key_value_up", "ropes", "shown")
+    k, v = (c @ up.T).unflatten(-1, (H, -1)).transpose(1, 2).split((12, 9), -1)
+    k = torch.cat((k, ropes.unsqueeze(1).expand(-1, H, -1, -1)), -1)
+    p = (q @ k.mT * 18**-0.5).masked_fill(~shown, -torch.inf).softmax(-1)
+    return p @ v
+
+
+def latent_attention_expected(*operands):
+    q, c, up, ropes, shown = named(operands, "row_query", "latents", "key_value_up", "ropes", "shown")
+    query, rope = q.permute(0, 2, 1, 3).split((12, 6), -1)
+    keys, values = up.view(H, 21, D).split((12, 9), 1)
+    latent, positions = c.unsqueeze(2), torch.arange(S, dtype=torch.int32).expand(B, 1, 1, -1)
+    out = attention(
+        torch.einsum("bthn,hnl->bthl", query, keys), latent, latent, positions, 18**-0.5,
+        query_rope=rope, key_rope=ropes.unsqueeze(2), sparse_mode=0, mask=shown[:, 0],
+    )  # fmt: skip
+    return torch.einsum("bthl,hvl->bthv", out, values).permute(0, 2, 1, 3).contiguous()
 
 
 def both_before(q, k, w, c, i, *_):
@@ -331,6 +356,7 @@ PROGRAMS = {
     "fuse_grouped_experts": (experts_before, experts_expected),
     "fuse_kda_chunk": (kda_chunk_before, kda_chunk_expected),
     "fuse_kda_recurrent": (kda_recurrent_before, kda_recurrent_expected),
+    "fuse_latent_attention": (latent_attention_before, latent_attention_expected),
     "gather_token_gates": (token_gates_before, kda_recurrent_expected),
     "fuse_lightning_indexer": (indexer_before, indexer_expected),
     "fuse_mega_kda": (mega_kda_before, mega_kda_expected),

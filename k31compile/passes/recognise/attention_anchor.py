@@ -82,10 +82,10 @@ def _attentions(flow: Dataflow) -> Iterator[Attention]:
     for node in flow.nodes:
         if node.target in SOFTMAXES and node not in flow.constants:
             indices = indices_above(flow, node)
-            output = _output_of(flow, node)
+            output = output_of(flow, node)
             if indices is not None and output is not None:
                 direct = _direct(flow, indices, output)
-                yield Attention(node, indices, output, direct, *_parts(flow, node, indices, output))
+                yield Attention(node, indices, output, direct, *parts_of(flow, node, indices, output))
 
 
 def indices_above(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
@@ -171,7 +171,7 @@ def _reads_whole_pages(node: fx.Node) -> bool:
     return isinstance(pool, fx.Node) and len(shape_of(pool)) > 2
 
 
-def _output_of(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
+def output_of(flow: Dataflow, softmax: fx.Node) -> fx.Node | None:
     """The first value that all of the softmax goes through and that contains a sum over the keys' values."""
     if softmax.target is SDPA:
         return softmax
@@ -189,8 +189,8 @@ def _normalises(node: fx.Node, softmax: fx.Node) -> bool:
     return node.target in (ATEN.sum.dim_IntList,) and same_size_base(node.args[0]) is softmax  # type: ignore[arg-type]
 
 
-def _parts(
-    flow: Dataflow, softmax: fx.Node, indices: fx.Node, output: fx.Node
+def parts_of(
+    flow: Dataflow, softmax: fx.Node, indices: fx.Node | None, output: fx.Node
 ) -> tuple[frozenset[fx.Node], frozenset[fx.Node]]:
     """The dots above the softmax, and the projections that make its keys and values from one latent."""
     if softmax.target is SDPA:

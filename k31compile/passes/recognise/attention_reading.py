@@ -296,17 +296,7 @@ class AttentionReading(Reading):
         return sorted(found, key=lambda form: not torch.equal(form.visible(sample, b, t, s), produced))
 
     def _scales(self) -> list[float]:
-        """The default, the constants that the author multiplies or divides by, none, and all of them together."""
-        width = sum(query.size("d", self._sizes) for query in self.form.queries)
-        factors: list[float] = []
-        for node in self.region.nodes:
-            constant = next((a for a in node.args[1:2] if isinstance(a, float)), None)
-            if constant is not None and node.target in _FACTORS and 1e-6 < abs(constant) < 1e6:
-                factors.append(constant if node.target in _TIMES else 1.0 / constant)
-            given = node.kwargs.get("scale")
-            if isinstance(given, float):
-                factors.append(given)
-        return list(dict.fromkeys([*factors, width**-0.5, 1.0, math.prod(factors)]))
+        return scales_in(self.region, sum(query.size("d", self._sizes) for query in self.form.queries))
 
     def _indices(self, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
         indices = values[self.found.indices]
@@ -339,3 +329,16 @@ class AttentionReading(Reading):
         result = self._attend(values, self.learned["visibility"], self.learned["scale"])
         output = value_of(self.found.output)
         return (self.output_layout.restore(result, output.dim()).to(output.dtype),)
+
+
+def scales_in(region: Region, width: int) -> list[float]:
+    """The constants that the author multiplies or divides by, a width's default, none, and all of them together."""
+    factors: list[float] = []
+    for node in region.nodes:
+        constant = next((a for a in node.args[1:2] if isinstance(a, float)), None)
+        if constant is not None and node.target in _FACTORS and 1e-6 < abs(constant) < 1e6:
+            factors.append(constant if node.target in _TIMES else 1.0 / constant)
+        given = node.kwargs.get("scale")
+        if isinstance(given, float):
+            factors.append(given)
+    return list(dict.fromkeys([*factors, width**-0.5, 1.0, math.prod(factors)]))

@@ -92,8 +92,11 @@ def mask_source(mask: fx.Node) -> tuple[fx.Node, bool]:
         mask, negated = mask.args[0], not negated
 
 
-def mask_inputs(flow: Dataflow, core: Collection[fx.Node], sizes: Sizes) -> list[fx.Node]:
-    """The masks of the caller that the nodes of `core` read, behind views and negations, in the order of the graph."""
+def mask_inputs(flow: Dataflow, core: Collection[fx.Node], sizes: Sizes, given: bool = True) -> list[fx.Node]:
+    """The masks that the nodes of `core` read, behind views and negations, in the order of the graph.
+
+    Those of the caller alone if `given`: what a graph makes of positions is a rule to most.
+    """
     found: dict[fx.Node, None] = {}
     for node in flow.in_order(core):
         for source in flow.inputs[node]:
@@ -104,7 +107,7 @@ def mask_inputs(flow: Dataflow, core: Collection[fx.Node], sizes: Sizes) -> list
             mask, _ = mask_source(source)
             if mask not in core and next(mask_layouts(mask, sizes), None) is not None:
                 found[mask] = None
-    return [mask for mask in found if _is_given(flow, mask, sizes[2])]
+    return [mask for mask in found if not given or _is_given(flow, mask, sizes[2])]
 
 
 def _is_given(flow: Dataflow, mask: fx.Node, keys: int) -> bool:
@@ -121,9 +124,9 @@ def _is_given(flow: Dataflow, mask: fx.Node, keys: int) -> bool:
     return False
 
 
-def masks_among(flow: Dataflow, region: Region, sizes: Sizes) -> Iterator[MaskLeaf]:
+def masks_among(flow: Dataflow, region: Region, sizes: Sizes, given: bool = True) -> Iterator[MaskLeaf]:
     """The leaf that the region reads as its one mask, or any that it could be, in every layout that shapes allow."""
-    for leaf in mask_inputs(flow, set(region.nodes), sizes):
+    for leaf in mask_inputs(flow, set(region.nodes), sizes, given):
         if leaf in region.leaves and all(other is leaf or not is_boolean(other) for other in region.leaves):
             for layout, truth in itertools.product(mask_layouts(leaf, sizes), _truths(flow, region, leaf)):
                 yield MaskLeaf(leaf, layout, truth=truth)
