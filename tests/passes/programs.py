@@ -67,8 +67,8 @@ OPERANDS = {
     "query_down": _parameter(17, 11),
     "query_up": _parameter(11, H * D),
     "latent_down": _parameter(17, D),
-    # for a step's attention to a latent cache: keys of 12 and values of 9 a head, positions of 6
-    "row_query": _normal(B, H, 1, 18),
+    # for two rows of attention to a latent cache: keys of 12 and values of 9 a head, positions of 6
+    "row_query": _normal(B, H, 2, 18),
     "key_value_up": _parameter(H * 21, D),
     "ropes": _normal(B, S, 6),
     "shown": torch.rand((B, 1, 1, S), generator=_GENERATOR) < 0.6,
@@ -119,7 +119,7 @@ def latent_attention_expected(*operands):
     q, c, up, ropes, shown = named(operands, "row_query", "latents", "key_value_up", "ropes", "shown")
     query, rope = q.permute(0, 2, 1, 3).split((12, 6), -1)
     keys, values = up.view(H, 21, D).split((12, 9), 1)
-    latent, positions = c.unsqueeze(2), torch.arange(S, dtype=torch.int32).expand(B, 1, 1, -1)
+    latent, positions = c.unsqueeze(2), torch.arange(S, dtype=torch.int32).expand(B, 2, 1, -1)
     out = attention(
         torch.einsum("bthn,hnl->bthl", query, keys), latent, latent, positions, 18**-0.5,
         query_rope=rope, key_rope=ropes.unsqueeze(2), sparse_mode=0, mask=shown[:, 0],

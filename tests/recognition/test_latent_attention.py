@@ -1,4 +1,4 @@
-"""A step that projects a whole latent cache to keys and values attends to it as it lies; what is another thing stays."""
+"""A step that projects a whole latent cache attends to it as it lies; what computes something else stays."""
 
 import pytest
 import torch
