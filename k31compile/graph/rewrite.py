@@ -130,6 +130,8 @@ def _with_strides_of(result: torch.Tensor, expected: torch.Tensor) -> torch.Tens
     lies_alike = same_strides(result, expected) if is_dense(expected) else _from_the_outermost(result) == order
     if lies_alike:
         return result
+    if order == sorted(order):
+        return result.clone(memory_format=torch.contiguous_format)
     inverse = [order.index(d) for d in range(expected.dim())]
     return result.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 

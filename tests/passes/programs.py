@@ -109,7 +109,7 @@ def attention_expected(q, k, w, c, i, *_):
 
 def latent_attention_before(*operands):
     q, c, up, ropes, shown = named(operands, "row_query", "latents", "key_value_up", "ropes", "shown")
-    k, v = (c @ up.T).unflatten(-1, (H, -1)).transpose(1, 2).split((12, 9), -1)
+    k, v = torch.einsum("bsl,hnl->bhsn", c, up.view(H, 21, D)).split((12, 9), -1)
     k = torch.cat((k, ropes.unsqueeze(1).expand(-1, H, -1, -1)), -1)
     p = (q @ k.mT * 18**-0.5).masked_fill(~shown, -torch.inf).softmax(-1)
     return p @ v
@@ -117,14 +117,15 @@ def latent_attention_before(*operands):
 
 def latent_attention_expected(*operands):
     q, c, up, ropes, shown = named(operands, "row_query", "latents", "key_value_up", "ropes", "shown")
-    query, rope = q.permute(0, 2, 1, 3).split((12, 6), -1)
-    keys, values = up.view(H, 21, D).split((12, 9), 1)
+    rows = q.permute(0, 2, 1, 3)
+    per_head = up.view(H, 21, D)
     latent, positions = c.unsqueeze(2), torch.arange(S, dtype=torch.int32).expand(B, 2, 1, -1)
+    key_rope = ropes.unsqueeze(1).permute(0, 2, 3, 1).squeeze(-1).unsqueeze(2)
     out = attention(
-        torch.einsum("bthn,hnl->bthl", query, keys), latent, latent, positions, 18**-0.5,
-        query_rope=rope, key_rope=ropes.unsqueeze(2), sparse_mode=0, mask=shown[:, 0],
+        torch.einsum("bthn,hnl->bthl", rows[..., :-6], per_head[:, :12]), latent, latent, positions, 18**-0.5,
+        query_rope=rows[..., -6:], key_rope=key_rope, sparse_mode=0, mask=shown.permute(0, 1, 3, 2).squeeze(-1),
     )  # fmt: skip
-    return torch.einsum("bthl,hvl->bthv", out, values).permute(0, 2, 1, 3).contiguous()
+    return torch.einsum("bthl,hvl->bthv", out, per_head[:, 12:]).permute(0, 2, 1, 3).contiguous()
 
 
 def both_before(q, k, w, c, i, *_):
