@@ -29,7 +29,7 @@ from k31compile.nested import body_of, nested_calls, run_fake
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, copy_module, run_pipeline
 from k31compile.report import Report
-from k31compile.targets.cpu import compile_for_cpu, providers
+from k31compile.targets.cpu import compile_for_cpu, compile_with_regions, providers
 from k31compile.targets.pack_linears import pack_linears
 from k31compile.targets.skinny_linears import use_skinny_linears
 
@@ -115,6 +115,12 @@ def _compile_for_target(
     use_skinny_linears(module, report)
     if options.layout == "nz":
         pack_linears(module, report)
+    if nested_calls(module) and options.codegen == "inductor":
+        try:
+            return compile_with_regions(module, example_inputs, options, report)
+        except (NativeError, TraceError) as error:
+            told = {"provider": "inductor", "why": f"the wrapper is Python: {error.what}"}
+            report.providers["call_region"] = told
     if keeping is not None and options.codegen == "inductor":
         try:
             return keeping.build(module, example_inputs, options, report)
