@@ -117,7 +117,7 @@ def _compile_for_target(
         pack_linears(module, report)
     if nested_calls(module) and options.codegen == "inductor":
         try:
-            return compile_with_regions(module, example_inputs, options, report)
+            return compile_with_regions(module, example_inputs, report)
         except (NativeError, TraceError) as error:
             told = {"provider": "inductor", "why": f"the wrapper is Python: {error.what}"}
             report.providers["call_region"] = told

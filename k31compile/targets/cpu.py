@@ -8,12 +8,12 @@ from typing import Any
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
-from k31compile.errors import NativeError
+from k31compile.kernels.programs import OpenProgram
 from k31compile.kernels.registry import OPERATORS, provider_for
 from k31compile.options import Options
 from k31compile.report import Report
 from k31compile.targets.frozen_sums import mix_where_sums_lie
-from k31compile.targets.native.load import load_native
+from k31compile.targets.native.load import calls_by_plan
 from k31compile.targets.reinplace import reinplace_cache_writes
 from k31compile.targets.state_writes import update_states_in_place
 from k31compile.targets.tiered import Keep, compile_tiered
@@ -52,29 +52,21 @@ def compile_for_cpu(
 
 
 def compile_with_regions(
-    module: fx.GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
+    module: fx.GraphModule, example_inputs: Sequence[Any], report: Report
 ) -> Callable[..., Any]:
     """A callable of the inputs of a graph of nested regions: each body a library, called without Python.
-
-    The graph around them is a library, too, or where AOTInductor cannot do that, Inductor's.
 
     Raises:
         NativeError, TraceError: there is no such way to call these regions; the graph is as it was.
     """
-    from k31compile.targets.native.build import build_native
-    from k31compile.targets.native.regions import build_regions, held_open
+    from k31compile.targets.native.regions import build_program
 
     with tempfile.TemporaryDirectory(prefix="k31-build-") as scratch:
-        folder = Path(scratch)
-        regions = build_regions(module, example_inputs, folder)
-        why = "each body is a library, and so is what stands around them"
-        try:
-            compiled: Callable[..., Any] = load_native(folder, build_native(regions.graph, example_inputs, folder))
-        except NativeError as error:
-            why = f"each body is a library, Inductor compiled what stands around them: {error.what}"
-            compiled = compile_for_cpu(regions.graph, example_inputs, options, report)
+        program, plan = build_program(module, example_inputs, Path(scratch))
+        run = OpenProgram(program)
+    why = f"{len(program.libraries)} libraries, called {len(program.steps)} times"
     report.providers["call_region"] = {"provider": "native", "why": why}
-    return held_open(compiled, regions)
+    return calls_by_plan(run, plan)
 
 
 def providers(fused: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -12,7 +12,7 @@
 
 #include "call_values.h"
 #include "simd.h"
-#include "torch_regions.h"
+#include "torch_programs.h"
 
 namespace k31 {
 namespace {
@@ -226,7 +226,7 @@ K31_EXPORT int64_t k31_take_over_calls(int64_t* known) {
         taken += k31::take_over(mine);
     }
     ++*known;
-    taken += k31::serve_regions();
+    taken += k31::serve_programs();
     return taken;
 }
 

@@ -1,15 +1,14 @@
-"""A graph of nested regions without Python inside: each body one library, and the graph around them another.
+"""A graph of nested regions without Python inside: each body one library, and a program that calls them in order.
 
 Inductor calls the bodies of `invoke_subgraph` from Python alone ("not implemented for cpp wrapper"). Here a body is built
-once, and its calls become calls of an operator, so that the graph around them is built like any other.
+once, what stands between its calls is built like a body, and the calls are plain data: their number costs no compiler.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +18,35 @@ from torch import fx
 from k31compile.errors import NativeError
 from k31compile.graph.trace import trace_functional
 from k31compile.graph.views import may_alias
-from k31compile.kernels.regions import OpenRegion, RegionShapes, Shape
+from k31compile.kernels.programs import BuiltLibrary, Program, Shape, tell_region
+from k31compile.targets.native.assemble import CALL, CALL_IN_PLACE, assemble
 from k31compile.targets.native.build import build_native
-from k31compile.targets.native.load import EXTERNS, LIBRARY
+from k31compile.targets.native.load import LIBRARY
+from k31compile.targets.native.prepare import Plan, prepare
 
 ATEN = torch.ops.aten
-CALL = torch.ops.k31.call_region.default
-CALL_IN_PLACE = torch.ops.k31.call_region_.default
 _NESTED = torch.ops.higher_order.invoke_subgraph
 
 
-@dataclass
+@dataclass(frozen=True)
 class Body:
-    """A built body: its region, which operands it takes, and each of its outputs as the region's or a constant."""
+    """A built body: its name, which operands it takes, and each of its outputs as the library's or a constant."""
 
-    region: OpenRegion
+    name: str
+    library: BuiltLibrary
     tensors: Sequence[int]
-    outputs: Sequence[dict[str, Any]]
+    outputs: Sequence[Plan]
 
 
-@dataclass
-class Regions:
-    """A graph whose nested calls are calls of built regions; these are open as long as `open` is held."""
+def build_program(module: fx.GraphModule, example_inputs: Sequence[Any], folder: Path) -> tuple[Program, Plan]:
+    """Build each nested body of a graph, and what stands between them, into a folder; the graph stays as it was.
 
-    graph: fx.GraphModule
-    open: list[OpenRegion] = field(default_factory=list)
-
-
-def build_regions(module: fx.GraphModule, example_inputs: Sequence[Any], folder: Path) -> Regions:
-    """Build each nested body of a graph into a folder and trace the graph around them; the graph stays as it was.
-
+    Of a plan see `prepare`: it says which inputs the program takes, and what the graph's outputs are of the program's.
     Every node of the graph has `meta["val"]`, and bodies are functional with copies at the end.
 
     Raises:
-        NativeError: a body, or how it is called, is nothing that a library can be called with.
-        TraceError: what is made of the graph cannot be traced.
+        NativeError: something in it is nothing that a program can hold.
+        TraceError: the graph around the bodies cannot be traced.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -62,81 +55,62 @@ def build_regions(module: fx.GraphModule, example_inputs: Sequence[Any], folder:
     for call in graph.find_nodes(op="call_function", target=_NESTED):
         name = str(call.args[0].target)  # type: ignore[union-attr]
         if name not in bodies:
-            bodies[name] = _build(getattr(module, name), call, folder / f"region{len(bodies)}")
+            bodies[name] = _build(name, getattr(module, name), call, folder)
         _call_operator(call, bodies[name])
     graph.eliminate_dead_code()
     outer.recompile()
     traced = trace_functional(outer, example_inputs)
     for call in traced.graph.find_nodes(op="call_function", target=CALL):
-        _write_in_place(call, _region_named(str(call.args[0]), bodies).shapes)
-    traced.graph.eliminate_dead_code()
+        _write_in_place(call, bodies[str(call.args[0])].library)
     traced.graph.lint()
     traced.recompile()
-    return Regions(traced, [body.region for body in bodies.values()])
+    around, inputs, plan = prepare(traced, example_inputs)
+    libraries = {body.name: body.library for body in bodies.values()}
+    return assemble(around, inputs, libraries, folder), plan
 
 
-def held_open(compiled: Callable[..., Any], regions: Regions) -> Callable[..., Any]:
-    """What was compiled, holding the regions that it calls."""
-
-    def call(*inputs: Any, _held: Sequence[OpenRegion] = regions.open) -> Any:
-        return compiled(*inputs)
-
-    return call
-
-
-def _region_named(name: str, bodies: dict[str, Body]) -> OpenRegion:
-    return next(body.region for body in bodies.values() if body.region.name == name)
-
-
-def _build(body: fx.GraphModule, call: fx.Node, folder: Path) -> Body:
+def _build(name: str, body: fx.GraphModule, call: fx.Node, folder: Path) -> Body:
     operands = [operand.meta["val"] if isinstance(operand, fx.Node) else operand for operand in call.args[2:]]
-    placeholders = body.graph.find_nodes(op="placeholder")
-    written = [place for place, node in enumerate(placeholders) if _is_written(node)]
+    written = [place for place, node in enumerate(body.graph.find_nodes(op="placeholder")) if _is_written(node)]
     returned: Any = body.graph.output_node().args[0]
+    folder = folder / name
     folder.mkdir()
     plan = build_native(body, operands, folder)
     tensors: Sequence[int] = plan["tensors"]
     if any("input" in output for output in plan["outputs"]):
         raise NativeError("a nested region gives back what it was given")
-    places = [output["library"] for output in plan["outputs"] if "library" in output]
-    if len(set(places)) != len(places):
+    places = [output.get("library") for output in plan["outputs"]]
+    count = len(set(places) - {None})
+    if places.count(None) + count != len(places):
         raise NativeError("a nested region gives one tensor twice")
-    made = [node.meta["val"] for node in returned if isinstance(node, fx.Node)]
-    shapes = RegionShapes(
-        tuple(_shape(operands[i]) for i in tensors),
-        tuple(_shape(made[places.index(place)]) for place in range(len(places))),
+    library = BuiltLibrary(
+        folder / LIBRARY,
+        tuple(Shape.of(operands[i]) for i in tensors),
         tuple(tensors.index(place) for place in written),
+        tuple(Shape.of(returned[places.index(place)].meta["val"]) for place in range(count)),
     )
-    digest = hashlib.sha256(repr(shapes).encode())
-    for name in (LIBRARY, EXTERNS):
-        digest.update((folder / name).read_bytes())
-    return Body(OpenRegion(digest.hexdigest(), folder / LIBRARY, shapes), tensors, plan["outputs"])
+    tell_region(name, library.outputs, library.written)
+    return Body(name, library, tensors, plan["outputs"])
 
 
 def _is_written(node: fx.Node) -> bool:
     return any(user.target is ATEN.copy_.default and user.args[0] is node for user in node.users)
 
 
-def _shape(value: torch.Tensor) -> Shape:
-    numbers = (*value.shape, *value.stride())
-    if not all(isinstance(number, int) for number in numbers):
-        raise NativeError("a nested region has a dynamic size")
-    return Shape(tuple(value.shape), tuple(value.stride()), value.dtype)
-
-
 def _call_operator(call: fx.Node, body: Body) -> None:
     """Put the operator in the place of a nested call, in values: what it writes it gives back, and a copy follows."""
-    graph, region = call.graph, body.region
+    graph, library = call.graph, body.library
     operands: list[Any] = [call.args[2 + place] for place in body.tensors]
-    written = [operands[place] for place in region.shapes.written]
+    written = [operands[place] for place in library.written]
     if any(operands.count(operand) > 1 for operand in written):
         raise NativeError("a nested region is given one tensor twice and writes it")
-    for operand, shape in zip(operands, region.shapes.inputs, strict=True):
-        if _shape(operand.meta["val"]).sizes != shape.sizes or operand.meta["val"].dtype != shape.dtype:
+    for operand, shape in zip(operands, library.inputs, strict=True):
+        given = Shape.of(operand.meta["val"])
+        if (given.sizes, given.dtype) != (shape.sizes, shape.dtype):
             raise NativeError("a nested region is called with tensors of two shapes")
     with graph.inserting_before(call):
-        outputs = graph.call_function(CALL, (region.name, operands))
-        for i, operand in enumerate(written, start=len(region.shapes.outputs)):
+        outputs = graph.call_function(CALL, (body.name, operands))
+        for i, operand in enumerate(written, start=len(library.outputs)):
             value = graph.call_function(operator.getitem, (outputs, i))
             graph.call_function(ATEN.copy_.default, (operand, value))
         for taken in list(call.users):
@@ -153,28 +127,28 @@ def _call_operator(call: fx.Node, body: Body) -> None:
     graph.erase_node(call)
 
 
-def _write_in_place(call: fx.Node, shapes: RegionShapes) -> None:
+def _write_in_place(call: fx.Node, library: BuiltLibrary) -> None:
     """Let a region write the graph's own inputs, whose last copies then go; all that is written has to be one."""
-    if not shapes.written:
+    if not library.written:
         return
     graph, inputs = call.graph, list(call.args[1])  # type: ignore[arg-type]
     results = {node.args[1]: node for node in call.users}
     copies: list[fx.Node] = []
-    for i, place in enumerate(shapes.written, start=len(shapes.outputs)):
+    for i, place in enumerate(library.written, start=len(library.outputs)):
         operand = inputs[place]
         copy = _last_copy(results[i])
         if copy is None or copy.args[0] is not operand or operand.op != "placeholder":
             raise NativeError("a nested region writes into a part of a tensor, or one tensor is written twice")
-        if _shape(operand.meta["val"]) != shapes.inputs[place]:
+        if Shape.of(operand.meta["val"]) != library.inputs[place]:
             raise NativeError("a nested region writes into tensors that lie in different ways")
         if _is_read_late(operand, call, copy):
             raise NativeError("a tensor is read as it was before a nested region wrote into it")
         copies.append(copy)
-    written = [inputs[place] for place in shapes.written]
-    read = [operand for place, operand in enumerate(inputs) if place not in shapes.written]
+    written = [inputs[place] for place in library.written]
+    read = [operand for place, operand in enumerate(inputs) if place not in library.written]
     with graph.inserting_before(call):
         made = graph.call_function(CALL_IN_PLACE, (call.args[0], written, read))
-    made.meta = {**call.meta, "val": call.meta["val"][: len(shapes.outputs)]}
+    made.meta = {**call.meta, "val": call.meta["val"][: len(library.outputs)]}
     for copy in copies:
         copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
         graph.erase_node(copy)
