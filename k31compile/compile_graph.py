@@ -32,6 +32,7 @@ from k31compile.report import Report
 from k31compile.targets.cpu import compile_for_cpu, compile_with_regions, providers
 from k31compile.targets.pack_linears import pack_linears
 from k31compile.targets.skinny_linears import use_skinny_linears
+from k31compile.targets.small_products import sum_small_products
 
 Compiled = Callable[..., Any]
 
@@ -115,6 +116,8 @@ def _compile_for_target(
     use_skinny_linears(module, report)
     if options.layout == "nz":
         pack_linears(module, report)
+    if options.codegen == "inductor":
+        sum_small_products(module)
     if nested_calls(module) and options.codegen == "inductor":
         try:
             return compile_with_regions(module, example_inputs, report)
