@@ -11,7 +11,7 @@ from torch import fx
 from k31compile.graph.sizes import value_of
 from k31compile.graph.views import ATEN
 from k31compile.passes.layout.weight_readers import readers_of
-from k31compile.targets.linear_products import LinearProduct, as_linear
+from k31compile.targets.linear_products import LinearProduct, as_linear, drop_unused
 
 MOST_NUMBERS = 1 << 15
 """Above this `k31::skinny_linear` reads a weight faster, and threads are of use."""
@@ -36,10 +36,8 @@ def sum_small_products(module: fx.GraphModule) -> int:
     made: dict[fx.Node, fx.Node] = {}  # what stands for a product that another one reads
     for product, weight in found:
         made[product.node] = _summed(product, weight, made)
-    for child in module.modules():
-        if isinstance(child, fx.GraphModule) and found:
-            child.graph.eliminate_dead_code()
-            child.recompile()
+    if found:
+        drop_unused(module)
     return len(found)
 
 

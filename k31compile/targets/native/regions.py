@@ -57,7 +57,10 @@ def build_program(module: fx.GraphModule, example_inputs: Sequence[Any], folder:
         if name not in bodies:
             bodies[name] = _build(name, getattr(module, name), call, folder)
         _call_operator(call, bodies[name])
-    graph.eliminate_dead_code()
+    for held in graph.find_nodes(op="get_attr"):
+        # Nothing more is dropped: as Dynamo has it, what writes in place may look as if nobody used it.
+        if not held.users:
+            graph.erase_node(held)
     outer.recompile()
     traced = trace_functional(outer, example_inputs)
     for call in traced.graph.find_nodes(op="call_function", target=CALL):
@@ -128,57 +131,61 @@ def _call_operator(call: fx.Node, body: Body) -> None:
 
 
 def _write_in_place(call: fx.Node, library: BuiltLibrary) -> None:
-    """Let a region write the graph's own inputs, whose last copies then go; all that is written has to be one."""
+    """Let a region write the graph's own inputs: what it would give back is from there on what lies in them.
+
+    Calls are asked in their order, so that a second one that writes the same finds the input as its operand.
+    """
     if not library.written:
         return
     graph, inputs = call.graph, list(call.args[1])  # type: ignore[arg-type]
     results = {node.args[1]: node for node in call.users}
-    copies: list[fx.Node] = []
-    for i, place in enumerate(library.written, start=len(library.outputs)):
+    for place in library.written:
         operand = inputs[place]
-        copy = _last_copy(results[i])
-        if copy is None or copy.args[0] is not operand or operand.op != "placeholder":
-            raise NativeError("a nested region writes into a part of a tensor, or one tensor is written twice")
+        if operand.op != "placeholder":
+            raise NativeError("a nested region writes into a part of a tensor")
         if Shape.of(operand.meta["val"]) != library.inputs[place]:
             raise NativeError("a nested region writes into tensors that lie in different ways")
-        if _is_read_late(operand, call, copy):
-            raise NativeError("a tensor is read as it was before a nested region wrote into it")
-        copies.append(copy)
+        if _is_read_late(operand, call):
+            raise NativeError("a nested region writes into what is read as it was before")
     written = [inputs[place] for place in library.written]
     read = [operand for place, operand in enumerate(inputs) if place not in library.written]
     with graph.inserting_before(call):
         made = graph.call_function(CALL_IN_PLACE, (call.args[0], written, read))
     made.meta = {**call.meta, "val": call.meta["val"][: len(library.outputs)]}
-    for copy in copies:
-        copy.replace_all_uses_with(copy.args[0])  # type: ignore[arg-type]
-        graph.erase_node(copy)
-    graph.eliminate_dead_code()
+    for i, operand in enumerate(written, start=len(library.outputs)):
+        if i in results:
+            _stand_for(results[i], operand)
     for result in list(call.users):
         result.args = (made, result.args[1])
     graph.erase_node(call)
 
 
-def _last_copy(result: fx.Node) -> fx.Node | None:
-    """The copy of a result to an input that nothing else is done with; as tracing has it, by way of `copy`."""
-    while len(result.users) == 1:
-        (user,) = result.users
-        if user.target is ATEN.copy_.default:
-            return user if user.args[1] is result else None
-        if user.target is not ATEN.copy.default or user.args[1] is not result:
-            return None
-        result = user
-    return None
+def _stand_for(result: fx.Node, operand: fx.Node) -> None:
+    """Let an input that was written stand for the value that it was written with, and for copies of that into it."""
+    for user in list(result.users):
+        if user.target in (ATEN.copy.default, ATEN.copy_.default) and user.args == (operand, result):
+            user.replace_all_uses_with(operand)
+            user.graph.erase_node(user)
+    result.replace_all_uses_with(operand)
+    result.graph.erase_node(result)
 
 
-def _is_read_late(operand: fx.Node, call: fx.Node, copy: fx.Node) -> bool:
-    """Whether anybody looks at an input, be it by a view, once the call has begun to write it; `copy` is its last."""
+def _is_read_late(operand: fx.Node, call: fx.Node) -> bool:
+    """Whether anybody looks at an input as it is before a call, be it by a view, once the call has begun to write it.
+
+    Copies into it do not look: they have its shape, and the values of another.
+    """
     position = {node: i for i, node in enumerate(call.graph.nodes)}
     aliases, todo = set[fx.Node](), [operand]
     while todo:
         alias = todo.pop()
         aliases.add(alias)
-        todo += [user for user in alias.users if user is not copy and may_alias(user) and user not in aliases]
+        todo += [user for user in alias.users if not _copies_into(user, alias) and may_alias(user) and user not in aliases]
     if any(source in aliases and source is not operand for source in call.all_input_nodes):
         return True
-    late = (user for alias in aliases for user in alias.users if position[user] > position[call])
-    return any(user is not copy and user.target is not ATEN.copy.default for user in late)
+    late = ((user, alias) for alias in aliases for user in alias.users if position[user] > position[call])
+    return any(not _copies_into(user, alias) for user, alias in late)
+
+
+def _copies_into(node: fx.Node, base: fx.Node) -> bool:
+    return node.target in (ATEN.copy.default, ATEN.copy_.default) and node.args[0] is base and node.args[1] is not base
