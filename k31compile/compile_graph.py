@@ -29,9 +29,10 @@ from k31compile.nested import body_of, nested_calls, run_fake
 from k31compile.options import Options
 from k31compile.passes.pipeline import add_to_report, copy_module, run_pipeline
 from k31compile.report import Report
-from k31compile.targets.cpu import compile_for_cpu, providers
+from k31compile.targets.cpu import compile_for_cpu, compile_with_regions, providers
 from k31compile.targets.pack_linears import pack_linears
 from k31compile.targets.skinny_linears import use_skinny_linears
+from k31compile.targets.small_products import sum_small_products
 from k31compile.targets.widened_products import widen_products
 
 Compiled = Callable[..., Any]
@@ -114,6 +115,12 @@ def _compile_for_target(
 
         return compile_for_ascend(module, example_inputs, options, report)
     _choose_products(module, options, report)
+    if nested_calls(module) and options.codegen == "inductor":
+        try:
+            return compile_with_regions(module, example_inputs, report)
+        except (NativeError, TraceError) as error:
+            told = {"provider": "inductor", "why": f"the wrapper is Python: {error.what}"}
+            report.providers["call_region"] = told
     if keeping is not None and options.codegen == "inductor":
         try:
             return keeping.build(module, example_inputs, options, report)
@@ -127,6 +134,8 @@ def _choose_products(module: fx.GraphModule, options: Options, report: Report) -
     use_skinny_linears(module, report)
     if options.layout == "nz":
         pack_linears(module, report)
+    if options.codegen == "inductor":
+        sum_small_products(module)
     widen_products(module, report)
 
 

@@ -15,6 +15,7 @@ from k31compile.kernels.kda import kda_chunk_reference, kda_recurrent_reference
 from k31compile.kernels.lightning_indexer import lightning_indexer_reference
 from k31compile.kernels.mega_kda import mega_kda_reference
 from k31compile.kernels.moe_gating_top_k import moe_gating_top_k_reference
+from k31compile.kernels.programs import OpenProgram, Program
 from k31compile.kernels.registry import OPERATORS, Operator, Provider, provider_for
 from k31compile.kernels.short_conv import short_conv_reference
 from k31compile.kernels.skinny_linear import skinny_linear_reference
@@ -22,8 +23,10 @@ from k31compile.kernels.sparse_flash_attention import sparse_flash_attention_ref
 
 __all__ = [
     "OPERATORS",
+    "OpenProgram",
     "Operator",
     "Provider",
+    "Program",
     "attn_res_prepare_reference",
     "attn_res_update_reference",
     "gated_delta_chunk_reference",

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from k31compile.graph.sizes import shape_of
@@ -54,3 +55,18 @@ def replace_product(product: LinearProduct, target: Any, arguments: tuple[Any, .
     node.replace_all_uses_with(made)
     graph.erase_node(node)
     return made
+
+
+def drop_unused(module: fx.GraphModule) -> None:
+    """Erase operators that nobody reads any more and that do nothing else, in a graph and its nested bodies.
+
+    The graph around nested regions is as Dynamo has it: a method that writes in place looks unused, and stays.
+    """
+    for child in module.modules():
+        if isinstance(child, fx.GraphModule):
+            child.graph.eliminate_dead_code(is_impure_node=_may_do_more)
+            child.recompile()
+
+
+def _may_do_more(node: fx.Node) -> bool:
+    return node.is_impure() or not isinstance(node.target, torch._ops.OpOverload)

@@ -17,7 +17,7 @@ from k31compile.kernels.cpu.skinny_linear import MOST_ROWS
 from k31compile.kernels.registry import provider_for
 from k31compile.passes.layout.weight_readers import readers_of
 from k31compile.report import Report
-from k31compile.targets.linear_products import LinearProduct, as_linear, replace_product
+from k31compile.targets.linear_products import LinearProduct, as_linear, drop_unused, replace_product
 from k31compile.targets.packed_weights import packed_dtype
 
 SKINNY_LINEAR = torch.ops.k31.skinny_linear.default
@@ -59,10 +59,7 @@ def use_skinny_linears(module: fx.GraphModule, report: Report) -> int:
     for product, weight in found:
         x, bias = (made.get(operand, operand) for operand in (product.x, product.bias))
         made[product.node] = replace_product(product, SKINNY_LINEAR, (x, weight, bias))
-    for child in module.modules():
-        if isinstance(child, fx.GraphModule):
-            child.graph.eliminate_dead_code()
-            child.recompile()
+    drop_unused(module)
     report.providers["skinny_linear"] = {
         "provider": choice.provider,
         "why": f"{len(found)} products {_WHICH}; {choice.why}",

@@ -15,8 +15,8 @@ import torch
 from k31compile.errors import BuildError
 
 UNIT_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
-# The units by which torch calls the kernels: only the first needs torch's headers, and none is of use without it.
-_TORCH_UNIT, _CALLING = "torch_calls.cpp", "serve_"
+# The units by which torch calls the kernels: only the first need torch's headers, and none is of use without them.
+_TORCH, _CALLING = "torch_", "serve_"
 _TORCH_FLAGS = ("-std=c++20", "-O2")
 _MOST_AT_ONCE = 4  # compilers, of up to half a gigabyte each
 _TIMEOUT_SECONDS = 300
@@ -31,7 +31,7 @@ def compile_library(line: Sequence[str], units: Sequence[Path], made: Path, *, c
     Raises:
         BuildError: the compiler does not run or refuses the kernels.
     """
-    kernels = [unit for unit in units if unit.name != _TORCH_UNIT and not unit.name.startswith(_CALLING)]
+    kernels = [unit for unit in units if not unit.name.startswith((_TORCH, _CALLING))]
     folder = Path(torch.__file__).parent
     calling = [unit for unit in units if unit not in kernels] if calls_torch and _has_headers(folder) else []
     objects = {unit: made.with_name(f"{unit.stem}.o") for unit in (*calling, *kernels)}
@@ -63,7 +63,7 @@ def _libraries(torch_folder: Path) -> Sequence[str]:
 
 def _flags(unit: Path, torch_folder: Path) -> Sequence[str]:
     strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return (*_TORCH_FLAGS, strings, f"-I{torch_folder / 'include'}") if unit.name == _TORCH_UNIT else ()
+    return (*_TORCH_FLAGS, strings, f"-I{torch_folder / 'include'}") if unit.name.startswith(_TORCH) else ()
 
 
 def _run(line: Sequence[str]) -> str | None:

@@ -12,6 +12,7 @@
 
 #include "call_values.h"
 #include "simd.h"
+#include "torch_programs.h"
 
 namespace k31 {
 namespace {
@@ -224,6 +225,8 @@ K31_EXPORT int64_t k31_take_over_calls(int64_t* known) {
         ++*known;
         taken += k31::take_over(mine);
     }
+    ++*known;
+    taken += k31::serve_programs();
     return taken;
 }
 

@@ -51,6 +51,14 @@ def load_native(folder: Path, plan: Mapping[str, Any]) -> Call:
     return call
 
 
+def calls_by_plan(run: Callable[[Any], list[Any]], plan: Mapping[str, Any]) -> Call:
+    """What gives a graph's outputs where `run` makes a library's or a program's of its inputs, as a plan says."""
+    take, finish = _taker(plan["tensors"]), _finisher(plan["outputs"])
+    if finish is None:
+        return lambda *inputs: run(take(inputs))
+    return lambda *inputs: finish(inputs, run(take(inputs)))
+
+
 def _open(folder: Path) -> Any:
     """The runner of a copy that nobody else knows: what is written into the file later must not reach this process."""
     from torch._C._aoti import AOTIModelContainerRunnerCpu
