@@ -51,9 +51,7 @@ def compile_for_cpu(
     return compiled  # type: ignore[no-any-return]
 
 
-def compile_with_regions(
-    module: fx.GraphModule, example_inputs: Sequence[Any], report: Report
-) -> Callable[..., Any]:
+def compile_with_regions(module: fx.GraphModule, example_inputs: Sequence[Any], report: Report) -> Callable[..., Any]:
     """A callable of the inputs of a graph of nested regions: each body a library, called without Python.
 
     Raises:
