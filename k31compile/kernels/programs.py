@@ -109,9 +109,11 @@ class Program:
         nothing = len(shapes) - 1
         numbers.append(len(self.steps))
         for step, ended in zip(self.steps, last, strict=True):
-            is_call = isinstance(step, Call)
-            numbers += [step.library if is_call else -1, *counted(step.reads), *counted(step.makes), *counted(ended)]
-            numbers += [nothing, 0] if is_call else [added([step.shape])[1], step.offset]
+            values = [*counted(step.reads), *counted(step.makes), *counted(ended)]
+            if isinstance(step, Call):
+                numbers += [step.library, *values, nothing, 0]
+            else:
+                numbers += [-1, *values, added([step.shape])[1], step.offset]
         return [*numbers, *counted(self.outputs)], [shape.empty("meta") for shape in shapes]
 
     def _last_readings(self) -> list[list[int]]:

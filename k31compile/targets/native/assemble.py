@@ -77,7 +77,7 @@ class _Assembler:
         for user in call.users:
             if user.target is not operator.getitem:
                 raise NativeError("what a nested region gives is used as one value")
-            self.places[user] = made[user.args[1]]  # type: ignore[index, call-overload]
+            self.places[user] = made[user.args[1]]  # type: ignore[index]
         self.program.steps.append(Call(number, [self.places[node] for node in operands], made))
 
     def _add_stretch(self, nodes: Sequence[fx.Node]) -> None:

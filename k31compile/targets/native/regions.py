@@ -1,7 +1,8 @@
 """A graph of nested regions without Python inside: each body one library, and a program that calls them in order.
 
-Inductor calls the bodies of `invoke_subgraph` from Python alone ("not implemented for cpp wrapper"). Here a body is built
-once, what stands between its calls is built like a body, and the calls are plain data: their number costs no compiler.
+Inductor calls the bodies of `invoke_subgraph` from Python alone ("not implemented for cpp wrapper"). Here a body is
+built once, what stands between its calls is built like a body, and the calls are plain data: their number costs no
+compiler.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def build_program(module: fx.GraphModule, example_inputs: Sequence[Any], folder:
     outer = fx.GraphModule(module, graph)
     bodies: dict[str, Body] = {}
     for call in graph.find_nodes(op="call_function", target=_NESTED):
-        name = str(call.args[0].target)  # type: ignore[union-attr]
+        held: Any = call.args[0]
+        name = str(held.target)
         if name not in bodies:
             bodies[name] = _build(name, getattr(module, name), call, folder)
         _call_operator(call, bodies[name])
@@ -73,7 +75,9 @@ def build_program(module: fx.GraphModule, example_inputs: Sequence[Any], folder:
 
 
 def _build(name: str, body: fx.GraphModule, call: fx.Node, folder: Path) -> Body:
-    operands = [operand.meta["val"] if isinstance(operand, fx.Node) else operand for operand in call.args[2:]]
+    operands: list[Any] = [
+        operand.meta["val"] if isinstance(operand, fx.Node) else operand for operand in call.args[2:]
+    ]
     written = [place for place, node in enumerate(body.graph.find_nodes(op="placeholder")) if _is_written(node)]
     returned: Any = body.graph.output_node().args[0]
     folder = folder / name
@@ -90,7 +94,7 @@ def _build(name: str, body: fx.GraphModule, call: fx.Node, folder: Path) -> Body
         folder / LIBRARY,
         tuple(Shape.of(operands[i]) for i in tensors),
         tuple(tensors.index(place) for place in written),
-        tuple(Shape.of(returned[places.index(place)].meta["val"]) for place in range(count)),
+        tuple(Shape.of(made.meta["val"]) for made in (returned[places.index(place)] for place in range(count))),
     )
     tell_region(name, library.outputs, library.written)
     return Body(name, library, tensors, plan["outputs"])
