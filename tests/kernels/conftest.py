@@ -1,5 +1,6 @@
 """What every kernel test shares: each implementation of an operator, one after the other."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,7 +23,10 @@ from k31compile.kernels.gated_delta import scalar_gated_provider
 
 sys.path.insert(0, str(Path(__file__).parent))  # delta_cases
 
-IMPLEMENTATIONS = ("cpu-fast", "cpu-portable", "cpu-avx2", "cpu-wide", "reference")
+# test_aarch64.py runs these tests once more, with kernels of another architecture.
+IMPLEMENTATIONS = tuple(
+    os.environ.get("K31_TEST_IMPLEMENTATIONS", "cpu-fast cpu-portable cpu-avx2 cpu-wide reference").split()
+)
 
 
 def _pick(name, reference, make):
