@@ -35,6 +35,7 @@ from k31compile.graph.sizes import value_of
 from k31compile.kernels.registry import provider_for
 from k31compile.passes.recognise.depth_additions import UPDATE
 from k31compile.passes.recognise.shared_depth import PREPARE, call
+from k31compile.targets.linear_products import drop_unused
 
 _MOST_BYTES = 16  # of a column of the bank: eight sums in bfloat16, four in float32
 _WORTH_VIEWS = 1 << 20  # bytes of a bank below which joining it costs less than a view of each part for each step
@@ -56,10 +57,7 @@ def mix_where_sums_lie(module: fx.GraphModule) -> int:
         return 0
     for graph, prepare, views in found:
         _mix_later(graph, prepare, views)
-    for child in module.modules():
-        if isinstance(child, fx.GraphModule):
-            child.graph.eliminate_dead_code()
-            child.recompile()
+    drop_unused(module)
     return len(found)
 
 

@@ -1,5 +1,6 @@
 """Products of a whole weight, as they stand in a graph, read as linear layers."""
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -69,4 +70,4 @@ def drop_unused(module: fx.GraphModule) -> None:
 
 
 def _may_do_more(node: fx.Node) -> bool:
-    return node.is_impure() or not isinstance(node.target, torch._ops.OpOverload)
+    return node.is_impure() or not (isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem)

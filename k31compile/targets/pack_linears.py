@@ -11,7 +11,7 @@ from torch import fx
 from k31compile.graph.sizes import shape_of, value_of
 from k31compile.passes.layout.weight_readers import readers_of
 from k31compile.report import Report
-from k31compile.targets.linear_products import as_linear, replace_product
+from k31compile.targets.linear_products import as_linear, drop_unused, replace_product
 from k31compile.targets.packed_linear import PACKED_LINEAR
 from k31compile.targets.packed_weights import packed_dtype
 from k31compile.targets.skinny_linears import SKINNY_LINEAR
@@ -28,6 +28,7 @@ def pack_linears(module: fx.GraphModule, report: Report) -> int:
     for child in module.modules():
         if isinstance(child, fx.GraphModule):
             changed += _pack_graph(child, report)
+    drop_unused(module)
     packed = [row for row in report.weights if row["layout"] == "nz"]
     megabytes = sum(row["bytes"] for row in packed) / 1e6
     report.notes.append(
@@ -52,8 +53,6 @@ def _pack_graph(module: fx.GraphModule, report: Report) -> int:
         for product in () if reason else products:
             replace_product(product, PACKED_LINEAR, (product.x, weight, product.bias, product.transposed))
             changed += 1
-    module.graph.eliminate_dead_code()
-    module.recompile()
     return changed
 
 

@@ -149,6 +149,13 @@ class ReadsOld(Stack):
         return x, old, first
 
 
+@pytest.mark.parametrize("layout", ["nd", "nz"])
+def test_what_looks_unused_and_writes_is_not_dropped(layout: str) -> None:
+    torch.manual_seed(1)
+    model = Stack(3).eval()
+    hold(model, k31compile.compile(model, codegen="ops", layout=layout), 5, 3)
+
+
 @pytest.mark.slow
 def test_one_state_is_written_by_one_layer_after_the_other() -> None:
     torch.manual_seed(1)
