@@ -22,7 +22,7 @@ HELPERS = TESTS / "emulated"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 # What -march=native comes to: on the first machines of that architecture, and on newer ones with products of bfloat16.
 FIRST, NEWER = "-march=armv8-a", "-march=armv8.2-a+bf16"
-EVERY = int(os.environ.get("K31_AARCH64_EVERY", "9"))
+EVERY = int(os.environ.get("K31_AARCH64_EVERY", "7"))
 
 pytestmark = [
     pytest.mark.slow,
