@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-ascend check format bench doctor clean
+.PHONY: help demo test test-all test-isa test-ascend check format bench doctor clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test: check  ## lint, types and the quick tests
 
 test-all: check  ## lint, types and every test
 	$(BIN)/python -P -m pytest -n $(WORKERS) $(ARGS)
+
+test-isa: $(VENV)/.k31-dev  ## the kernels held to AVX2, compiled for AVX-512, and on aarch64 under emulation
+	$(BIN)/python -P -m pytest -n $(WORKERS) --dist loadfile -rs tests/kernels/test_isa.py tests/kernels/test_aarch64.py $(ARGS)
 
 test-ascend: .venv-ascend  ## graphs for Ascend through the real torchair, without a device: a venv of its own
 	.venv-ascend/bin/python -P -m pytest -n $(WORKERS) -m "not slow" tests/ascend tests/targets/test_ascend_*.py tests/targets/test_delta_chunk.py $(ARGS)

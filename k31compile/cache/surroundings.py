@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from k31compile import cpu_isa
+from k31compile.cpu_isa import instruction_set
 from k31compile.errors import KeyingError
-from k31compile.kernels.cpu.build import instruction_set
 from k31compile.kernels.cpu.loader import available
 
 _ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def describe_surroundings(target: str) -> dict[str, str]:
     """
     return {
         **describe_installation(),
-        "kernels": str(available()[0]),
+        "kernels": cpu_isa.chosen() if available()[0] else "none",
         "threads": str(torch.get_num_threads()),
         "mode": describe_mode(),
         "inductor": inductor_digest(),

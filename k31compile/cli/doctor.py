@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 import k31compile
-from k31compile import store
+from k31compile import cpu_isa, store
 from k31compile.cli import console, environment
-from k31compile.errors import StoreError
+from k31compile.errors import OptionError, StoreError
 
 _TORCH = "2.13"
 _REMEDY_AUTOLOAD = f"in your own scripts, before they import torch: export {environment.AUTOLOAD}=0"
@@ -28,11 +28,8 @@ _PROBE = """
 #include <omp.h>
 extern "C" __attribute__((visibility("default"))) int k31_probe() { return omp_get_max_threads(); }
 """
-# Those of k31compile.kernels.cpu.build, which cannot be asked: it stands behind an import of torch.
-_FLAGS = (
-    *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi"),
-    *("-march=native", "-shared"),
-)
+# Those of k31compile.kernels.cpu.compile_units, which cannot be asked: it stands behind an import of torch.
+_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 _TELLING = re.compile(r"^[\w.]*(?:Error|Exception)\b|\berror: ")
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 _EXTRAS = {"transformers": "hf", "torch-npu": "ascend"}
@@ -137,7 +134,8 @@ def _build_error(command: list[str]) -> str | None:
     with tempfile.TemporaryDirectory(dir=parent, prefix="doctor-") as folder:
         source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
         source.write_text(_PROBE)
-        error = _run_error([*command, *_FLAGS, "-o", str(library), str(source)], dict(os.environ))
+        line = [*command, *_FLAGS, *cpu_isa.FLAGS[_chosen_isa()], "-shared", "-o", str(library), str(source)]
+        error = _run_error(line, dict(os.environ))
         if error:
             return error
         try:
@@ -162,16 +160,24 @@ def _cpu() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS")
     limit = f", OMP_NUM_THREADS={threads}" if threads else ""
-    return Check("cpu", "ok", f"{platform.machine()}, {cores} cores{limit}, {' '.join(_isa()) or 'ISA unknown'}")
+    detail = f"{platform.machine()}, {cores} cores{limit}, {' '.join(_isa()) or 'ISA unknown'}"
+    try:
+        chosen = cpu_isa.chosen()
+    except OptionError as error:
+        return Check("cpu", "fail", f"{detail}; {error.what}", error.hint)
+    forced = "" if chosen == cpu_isa.NATIVE else f"; kernels are built with {cpu_isa.VARIABLE}={chosen}"
+    return Check("cpu", "ok", f"{detail}{forced}")
+
+
+def _chosen_isa() -> str:
+    try:
+        return cpu_isa.chosen()
+    except OptionError:  # which the line of the CPU tells
+        return cpu_isa.NATIVE
 
 
 def _isa() -> list[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    lines = (line.partition(":")[2] for line in text.splitlines() if line.startswith(("flags", "Features")))
-    present = set(next(lines, "").split())
+    present = set(cpu_isa.instruction_set().partition(":")[2].split())
     return [flag for flag in _ISA_FLAGS if flag in present]
 
 

@@ -234,6 +234,13 @@ VERSIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+def test_the_instructions_that_kernels_are_held_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "available", lambda: (True, "built"))
+    own = key_of(program, *inputs())
+    monkeypatch.setattr(surroundings.cpu_isa, "chosen", lambda: "portable")
+    assert differing(own, key_of(program, *inputs())) == {"kernels"}
+
+
 @pytest.mark.parametrize("name", VERSIONS)
 def test_versions_sources_and_machine(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     VERSIONS[name](monkeypatch)

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "k31compile"
 
 # Each layer imports only from itself and from those before it.
 LAYERS = [
-    {"errors", "options", "report", "report_view", "signatures", "signed_file", "store"},
+    {"cpu_isa", "errors", "options", "report", "report_view", "signatures", "signed_file", "store"},
     {"graph"},
     {"kernels"},
     {"passes"},

@@ -145,7 +145,7 @@ def _adopt_kernels(path: Path, where: str) -> None:
     if not path.exists():
         return
     try:
-        loader.adopt(path)
+        loader.adopt(path, why="C++ kernels of the artefact")
     except BuildError as error:
         raise ArtefactError(f"its kernels do not load: {error}", where) from error
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -24,22 +23,23 @@ from typing import Any
 
 import torch
 
+from k31compile import cpu_isa
+from k31compile.cpu_isa import instruction_set
 from k31compile.errors import BuildError, StoreError
 from k31compile.kernels.cpu.compile_units import UNIT_FLAGS, compile_library
 from k31compile.signatures import is_signed, local_key, sign
 from k31compile.store import atomic_write, cache_dir, check_private, sha256_of
 
 _FOLDER = Path(__file__).parent
-# "fast" is what serves. The others force what other machines take, so that tests reach it on any machine: narrow
-# vectors and no special instruction; AVX2 and nothing newer, where the machine is an x86; the widest vectors with bf16
-# pairs, as on AVX-512 with BF16.
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "fast": ("-march=native",),
-    "portable": ("-DK31_LANES=4",),
-    "avx2": ("-march=x86-64-v3",),
+SERVING = "fast"
+# These beside it force what other machines take, so that tests reach it on any machine: narrow vectors and no special
+# instruction; AVX2 and nothing newer, where the machine is an x86; the widest vectors with bf16 pairs, as on AVX-512
+# with BF16.
+FORCED: dict[str, tuple[str, ...]] = {
+    "portable": cpu_isa.FLAGS[cpu_isa.PORTABLE],
+    "avx2": cpu_isa.FLAGS[cpu_isa.AVX2],
     "wide": ("-march=native", "-DK31_LANES=16", "-DK31_PAIRS", "-O1"),
 }
-SERVING = "fast"
 
 
 def compiler() -> list[str] | None:
@@ -47,6 +47,11 @@ def compiler() -> list[str] | None:
     words = shlex.split(os.environ.get("CXX") or "g++")
     found = shutil.which(words[0]) if words else None
     return [found, *words[1:]] if found else None
+
+
+def flags(variant: str) -> tuple[str, ...]:
+    """What the compiler is told for a variant, beside UNIT_FLAGS; OptionError where K31_CPU_ISA cannot be served."""
+    return cpu_isa.FLAGS[cpu_isa.chosen()] if variant == SERVING else FORCED[variant]
 
 
 def sources() -> list[Path]:
@@ -60,7 +65,7 @@ def build_key(variant: str) -> str:
     for path in sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     called = torch.__version__ if variant == SERVING else ""
-    for part in (os.environ.get("CXX", ""), *UNIT_FLAGS, *VARIANTS[variant], instruction_set(), called):
+    for part in (os.environ.get("CXX", ""), *UNIT_FLAGS, *flags(variant), instruction_set(), called):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
@@ -76,8 +81,8 @@ def built_library(variant: str = "fast") -> Path:
     Raises BuildError when there is no compiler, the build fails, or the cache folder cannot be trusted.
     """
     command = compiler()
-    if variant == "avx2" and "avx2" not in instruction_set().split():
-        raise BuildError("this machine has no AVX2, and a library that uses it would end the process")
+    if lacking := cpu_isa.lacks(variant):
+        raise BuildError(f"this machine lacks {', '.join(lacking)}, and a library that uses it would end the process")
     try:
         folder = _private_folder()
         path = folder / f"cpu-{build_key(variant)}.so"
@@ -102,7 +107,7 @@ def _build(command: list[str], variant: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
         made = Path(folder) / "kernels.so"
         units = [source for source in sources() if source.suffix == ".cpp"]
-        compile_library([*command, *UNIT_FLAGS, *VARIANTS[variant]], units, made, calls_torch=variant == SERVING)
+        compile_library([*command, *UNIT_FLAGS, *flags(variant)], units, made, calls_torch=variant == SERVING)
         made.chmod(0o600)
         seal = {"sha256": sha256_of(made), "compiler": _version(tuple(command))}
         # One rename publishes both: the seal travels behind the library, as the last line of the file.
@@ -198,15 +203,3 @@ def _version(command: tuple[str, ...]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler did not run: {error}") from error
     return run.stdout.partition("\n")[0]
-
-
-@functools.cache
-def instruction_set() -> str:
-    """The line that names this machine's instructions, as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    except OSError:
-        pass
-    return f"{platform.machine()} {platform.processor()}"

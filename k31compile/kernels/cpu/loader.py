@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from k31compile import cpu_isa
 from k31compile.errors import BuildError, OperatorError
 from k31compile.kernels.cpu import build, calls
 from k31compile.kernels.cpu.direct_calls import take_over_calls
@@ -33,7 +34,7 @@ def library(variant: str = "fast") -> ctypes.CDLL:
     return found
 
 
-def adopt(path: Path, variant: str = "fast") -> None:
+def adopt(path: Path, variant: str = "fast", why: str | None = None) -> None:
     """Serve with a library that was built elsewhere, unless one is loaded or kernels are switched off.
 
     The file becomes code of this process: whoever calls this has checked it. BuildError where it does not load.
@@ -41,7 +42,7 @@ def adopt(path: Path, variant: str = "fast") -> None:
     with _LOCK:
         if variant in _LOADED or os.environ.get(SWITCH) == "0":
             return
-        found = _open(path, variant)
+        found = _open(path, variant, why)
         if isinstance(found, BuildError):
             raise found
         _LOADED[variant] = found
@@ -77,7 +78,7 @@ def _load(variant: str) -> ctypes.CDLL | BuildError:
         return error
 
 
-def _open(path: Path, variant: str) -> ctypes.CDLL | BuildError:
+def _open(path: Path, variant: str, why: str | None = None) -> ctypes.CDLL | BuildError:
     try:
         loaded = ctypes.CDLL(str(path))
         for name, structure in calls.FUNCTIONS.items():
@@ -90,6 +91,12 @@ def _open(path: Path, variant: str) -> ctypes.CDLL | BuildError:
     except (OSError, AttributeError) as error:
         return BuildError(f"the built kernels do not load: {error}")
     detour = take_over_calls(path) if variant == build.SERVING else None
-    why = "C++ kernels built for this machine"
+    why = why or _built_for(variant)
     _SERVES[variant] = True, why if detour is None else f"{why}, called through Python: {detour}"
     return loaded
+
+
+def _built_for(variant: str) -> str:
+    isa = cpu_isa.chosen() if variant == build.SERVING else cpu_isa.NATIVE
+    built_for = "for this machine" if isa == cpu_isa.NATIVE else f"with {cpu_isa.VARIABLE}={isa}"
+    return f"C++ kernels built {built_for}"
